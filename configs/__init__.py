@@ -1,0 +1,1 @@
+"""Hydra configuration groups, and the schema that types them."""

@@ -1,0 +1,1 @@
+"""Conversations, documents, packed rows, and the cache of target states."""

@@ -1,0 +1,1 @@
+"""The frozen target, its head, and the drafters."""

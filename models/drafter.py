@@ -1,0 +1,164 @@
+"""What every drafter is: a grid to train on, one training forward, and proposals for decoding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.data.batch import Batch, TargetStates
+from draftsmith.models.grid import Grid, build_grid, choose_anchors
+from draftsmith.models.head import Head, TokenStats
+from draftsmith.models.target import TargetSpec
+
+if TYPE_CHECKING:
+    from draftsmith.models.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig:
+    """What every drafter's configuration has.
+
+    Attributes:
+        anchors_per_document: how many of its legal anchors a document draws in an epoch; None: all.
+        anchors_per_row: how many anchors a packed row keeps; None: all.
+    """
+
+    anchors_per_document: int | None = None
+    anchors_per_row: int | None = None
+
+    def build(self, target_spec: TargetSpec) -> Drafter[Any]:
+        """A drafter of this configuration with random weights, for a target of this shape."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What a drafter proposes in one round.
+
+    Attributes:
+        tokens: (batch, step) int64.
+        probs: (batch, step, vocab) float32, the distributions that the tokens were drawn from; None for greedy drafts.
+        confidence: (batch, step) float32, max_v q_v of each draft's distribution at temperature 1.
+    """
+
+    tokens: Tensor
+    probs: Tensor | None
+    confidence: Tensor
+
+
+Cache = TypeVar("Cache")
+
+
+class Drafter(nn.Module, ABC, Generic[Cache]):
+    """A drafter. Subclasses give `forward`, `hidden`, `initialise`, and the three parts of decoding.
+
+    Attributes:
+        config: the configuration it was built from, with every default filled in.
+        spec: the shape of its target.
+        target_layer_ids: the 0-based decoder layers whose outputs it reads; empty: only the final state.
+        num_draft_tokens: how many tokens it proposes in one round, the length of the grid's step axis.
+    """
+
+    config: DrafterConfig
+    spec: TargetSpec
+    target_layer_ids: tuple[int, ...]
+    num_draft_tokens: int
+
+    def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
+        """The grid to train on: a pure function of (batch, seed, epoch), the same for every drafter."""
+        anchors = choose_anchors(
+            batch,
+            anchors_per_document=self.config.anchors_per_document,
+            anchors_per_row=self.config.anchors_per_row,
+            seed=seed,
+            epoch=epoch,
+        )
+        width = self.config.anchors_per_row if batch.input_ids.is_cuda else None
+        return build_grid(batch, anchors, num_steps=self.num_draft_tokens, num_anchors=width)
+
+    @abstractmethod
+    def initialise(self, target: Target) -> str:
+        """Sets the starting weights as the configuration says; returns one sentence that says what was done."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, grid: Grid, target_head: Head, want: Sequence[str]) -> TokenStats:
+        """The only training path: statistics scattered on the grid, each (batch, anchor, step)."""
+
+    @abstractmethod
+    def hidden(self, batch: Batch, grid: Grid, target_head: Head) -> Tensor:
+        """(batch, anchor, step, hidden): the states that meet lm_head, gold predecessors only."""
+
+    @abstractmethod
+    def new_cache(self, batch_size: int) -> Cache:
+        """An empty decoding cache for batch_size requests."""
+
+    @abstractmethod
+    def observe(self, cache: Cache, states: TargetStates, next_ids: Tensor, lengths: Tensor) -> None:
+        """Takes newly verified positions into the cache.
+
+        Args:
+            states: (batch, seq, ...), the target's states at the new positions, left-aligned, in order.
+            next_ids: (batch, seq), the token that follows each of those positions.
+            lengths: (batch,), how many of the seq positions are real in each request.
+        """
+
+    @abstractmethod
+    def propose(
+        self,
+        cache: Cache,
+        anchor_ids: Tensor,
+        target_head: Head,
+        *,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Proposal:
+        """Proposes num_draft_tokens after the last committed token of each request.
+
+        Args:
+            anchor_ids: (batch,), that token; it stands at the position after the last observed one.
+            temperature: 0: greedy; else tokens are drawn from softmax(logits / temperature).
+        """
+
+
+def stats_on_grid(hidden: Tensor, batch: Batch, grid: Grid, target_head: Head, want: Sequence[str]) -> TokenStats:
+    """Statistics of every valid grid position, scattered back; invalid entries are 0 (label_prob 1).
+
+    Args:
+        hidden: (batch, anchor, step, hidden).
+    """
+    if batch.states is None:
+        raise ValueError("the batch has no target states; load it with states: cached or online")
+    row, anchor, step = grid.valid.nonzero(as_tuple=True)
+    label_position = grid.label_index[row, anchor, step]
+    stats = target_head.stats(
+        hidden[row, anchor, step],
+        batch.states.final[row, label_position - 1],
+        batch.input_ids[row, label_position],
+        want=want,
+    )
+    return scatter(stats, grid.valid, (row, anchor, step))
+
+
+def scatter(stats: TokenStats, valid: Tensor, where: tuple[Tensor, ...]) -> TokenStats:
+    """Puts statistics of rows at their places of the grid; other entries are 0 (label_prob 1)."""
+
+    def place(value: Tensor | None, fill: float = 0) -> Tensor | None:
+        return None if value is None else value.new_full(valid.shape, fill).index_put(where, value)
+
+    return TokenStats(
+        ce=place(stats.ce),
+        kl=place(stats.kl),
+        tv=place(stats.tv),
+        lk=place(stats.lk),
+        log_acceptance=place(stats.log_acceptance),
+        draft_token=place(stats.draft_token),
+        target_token=place(stats.target_token),
+        label_prob=place(stats.label_prob, fill=1),
+        confidence=place(stats.confidence),
+        entropy=place(stats.entropy),
+    )

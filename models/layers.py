@@ -1,0 +1,75 @@
+"""Layers that every drafter shares: RMSNorm, rotary embedding taken from the target, SwiGLU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from draftsmith.models.target import TargetSpec
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: float32 inside, weight applied in the input's dtype, weight initialised to 1."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., hidden) -> (..., hidden)."""
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+class SwiGLU(nn.Module):
+    """down(SiLU(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., hidden) -> (..., hidden)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding with the target's own frequencies, partial factor and attention scaling.
+
+    Inverse frequencies come from transformers' initialisers (see `draftsmith.models.target.rope_frequencies`).
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.tensor(spec.rope_inv_freq, dtype=torch.float32), persistent=False)
+        self.scaling = spec.rope_attention_scaling
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """position_ids: (...) -> cos and sin, each (..., rotary_dim), float32."""
+        angles = position_ids[..., None].float() * self.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first rotary_dim components of each head; the rest passes unchanged.
+
+    Args:
+        x: (..., head, head_dim).
+        cos: (..., rotary_dim), without the head axis.
+        sin: (..., rotary_dim), without the head axis.
+    """
+    cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
+    rotary_dim = cos.shape[-1]
+    rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return torch.cat((rotated * cos + turned * sin, passed), dim=-1)
