@@ -58,10 +58,10 @@ def _refuse_unknown_keys(node: Any, prefix: str) -> None:
         known = schema.__dataclass_fields__
         for key in node:
             if key not in known:
-                raise ValueError(f"{prefix}{key}: {schema.__name__} has no such key; it has {', '.join(known)}")
+                raise ValueError(f"{prefix}{key!s}: {schema.__name__} has no such key; it has {', '.join(known)}")
     for key in node:
         if not OmegaConf.is_missing(node, key):
-            _refuse_unknown_keys(node._get_node(key), f"{prefix}{key}.")
+            _refuse_unknown_keys(node._get_node(key), f"{prefix}{key!s}.")
 
 
 def command(config_name: str, schema: type[Config]) -> Callable[[Callable[[Config], None]], Callable[[], None]]:

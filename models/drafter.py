@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.data.batch import Batch, TargetStates
+from draftsmith.data.batch import Batch, Document, TargetStates
 from draftsmith.models.grid import Grid, build_grid, choose_anchors
 from draftsmith.models.head import Head, TokenStats
 from draftsmith.models.target import TargetSpec
@@ -80,6 +80,9 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
         )
         width = self.config.anchors_per_row if batch.input_ids.is_cuda else None
         return build_grid(batch, anchors, num_steps=self.num_draft_tokens, num_anchors=width)
+
+    def check_documents(self, documents: Iterable[Document]) -> None:
+        """Refuses data that this drafter cannot be trained on (ValueError); most accept all."""
 
     @abstractmethod
     def initialise(self, target: Target) -> str:
