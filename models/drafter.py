@@ -118,13 +118,15 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
         target_head: Head,
         *,
         temperature: float = 0.0,
+        top_p: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Proposal:
         """Proposes num_draft_tokens after the last committed token of each request.
 
         Args:
             anchor_ids: (batch,), that token; it stands at the position after the last observed one.
-            temperature: 0: greedy; else tokens are drawn from softmax(logits / temperature).
+            temperature: 0: greedy (`Proposal.probs` is None); else tokens are drawn from
+                `draftsmith.models.sampling.distribution(logits, temperature, top_p)`, the same function as the target's.
         """
 
 
