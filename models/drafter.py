@@ -126,7 +126,8 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
         Args:
             anchor_ids: (batch,), that token; it stands at the position after the last observed one.
             temperature: 0: greedy (`Proposal.probs` is None); else tokens are drawn from
-                `draftsmith.models.sampling.distribution(logits, temperature, top_p)`, the same function as the target's.
+                `draftsmith.models.sampling.distribution(logits, temperature, top_p)`, as the target's are.
+            top_p: mass of the nucleus that tokens are drawn from, at temperature > 0.
         """
 
 
@@ -152,18 +153,4 @@ def stats_on_grid(hidden: Tensor, batch: Batch, grid: Grid, target_head: Head, w
 def scatter(stats: TokenStats, valid: Tensor, where: tuple[Tensor, ...]) -> TokenStats:
     """Puts statistics of rows at their places of the grid; other entries are 0 (label_prob 1)."""
 
-    def place(value: Tensor | None, fill: float = 0) -> Tensor | None:
-        return None if value is None else value.new_full(valid.shape, fill).index_put(where, value)
-
-    return TokenStats(
-        ce=place(stats.ce),
-        kl=place(stats.kl),
-        tv=place(stats.tv),
-        lk=place(stats.lk),
-        log_acceptance=place(stats.log_acceptance),
-        draft_token=place(stats.draft_token),
-        target_token=place(stats.target_token),
-        label_prob=place(stats.label_prob, fill=1),
-        confidence=place(stats.confidence),
-        entropy=place(stats.entropy),
-    )
+    return stats.map(lambda value, fill: value.new_full(valid.shape, fill).index_put(where, value))
