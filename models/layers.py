@@ -13,16 +13,24 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: float32 inside, weight applied in the input's dtype, weight initialised to 1."""
+    """Root-mean-square norm: float32 inside, weight applied in the input's dtype, weight initialised to 1.
 
-    def __init__(self, hidden: int, eps: float) -> None:
+    With plus_one the scale is 1 + weight, applied in float32, and the weight starts at 0 (Gemma, Qwen3-Next, Qwen3.5).
+    """
+
+    def __init__(self, hidden: int, eps: float, plus_one: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
+        self.weight = nn.Parameter(torch.zeros(hidden) if plus_one else torch.ones(hidden))
         self.eps = eps
+        self.plus_one = plus_one
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden) -> (..., hidden)."""
-        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        wide = x if x.dtype == torch.float64 else x.float()
+        normed = F.rms_norm(wide, self.weight.shape, eps=self.eps)
+        if self.plus_one:
+            return (normed * (1 + self.weight.to(wide.dtype))).to(x.dtype)
+        return normed.to(x.dtype) * self.weight
 
 
 class SwiGLU(nn.Module):
@@ -42,7 +50,7 @@ class SwiGLU(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding with the target's own frequencies, partial factor and attention scaling.
 
-    Inverse frequencies come from transformers' initialisers (see `draftsmith.models.target.rope_frequencies`).
+    Inverse frequencies come from transformers' initialisers (see `draftsmith.models.rope.rope_frequencies`).
     """
 
     inv_freq: Tensor
