@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 Config = TypeVar("Config")
 
@@ -48,6 +49,24 @@ def parse(node: DictConfig, schema: type[Config]) -> Config:
     if not isinstance(parsed, schema):
         raise ValueError(f"the configuration is a {type(parsed).__name__}, not a {schema.__name__}")
     return parsed
+
+
+def restore(schema: type[Config], values: Mapping[str, Any], where: str) -> Config:
+    """The frozen dataclass of values that `dataclasses.asdict` gave, typed and checked as an override would be.
+
+    Args:
+        where: names the place the values were read from, for the error.
+
+    Raises:
+        ValueError: a key that the class does not have, or a value of the wrong type.
+    """
+    node = OmegaConf.structured(schema)
+    _thaw(node)
+    try:
+        node.merge_with(values)
+        return parse(node, schema)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{where} does not fit {schema.__name__}: {str(error).splitlines()[0]}") from error
 
 
 def _refuse_unknown_keys(node: Any, prefix: str) -> None:
