@@ -1,0 +1,207 @@
+"""Attention of drafted blocks over their documents' context, without a dense (query, key) grid.
+
+A block of B slots stands at an anchor a. Its queries see the context (the target's states) at positions < a of the
+anchor's document, and all slots of their own block; nothing of other blocks. An invalid block gets zeros.
+`sees_context` is that rule; `grouped_attention` (any device, positions known on the host) and `flex_block_attention`
+(CUDA, static shapes, no host synchronisation) both use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Scores of one group of anchors: small enough to stay near the cache, large enough for efficient products.
+TILE_BYTES = 8 << 20
+
+# attend(q, k, v, context_k, context_v) -> (batch, anchor, slot, head, head_dim), with
+# q: (batch, anchor, slot, head, head_dim); k, v: (batch, anchor, slot, kv_head, head_dim);
+# context_k, context_v: (batch, seq, kv_head, head_dim).
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Where blocks stand in their rows.
+
+    Attributes:
+        start: (batch, anchor) int64, the first position of the anchor's document.
+        anchor: (batch, anchor) int64, the anchor's position; the context ends before it.
+        exists: (batch, anchor) bool.
+        size: slots of a block.
+        window: a query at position t sees context positions > t - window only; its own block stays visible whole.
+            None: no such limit.
+    """
+
+    start: Tensor
+    anchor: Tensor
+    exists: Tensor
+    size: int
+    window: int | None = None
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """The first position of each position's document. document_ids: (batch, seq) -> (batch, seq) int64."""
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    opens = torch.ones_like(document_ids, dtype=torch.bool)
+    opens[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return torch.where(opens, positions, 0).cummax(dim=1).values
+
+
+def sees_context(key: Tensor, slot: Tensor, start: Tensor, anchor: Tensor, window: int | None) -> Tensor:
+    """Whether slot `slot` of the block at `anchor` sees the context at position `key`; arguments broadcast."""
+    visible = (key >= start) & (key < anchor)
+    return visible if window is None else visible & (key > anchor + slot - window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Neighbouring anchors of one document, which share one stretch of context keys.
+
+    Attributes:
+        row: the row of the batch.
+        anchors: the slice of the anchor axis.
+        keys: the slice of context positions that covers what any of them sees.
+        hidden_keys: (anchor, slot or 1, key) float32, 0 where visible and -inf where not.
+    """
+
+    row: int
+    anchors: slice
+    keys: slice
+    hidden_keys: Tensor
+
+
+def group_blocks(blocks: Blocks, num_heads: int) -> list[Group]:
+    """Groups neighbouring anchors of a document as long as their scores fit TILE_BYTES.
+
+    Reads positions on the host.
+    """
+    window = blocks.window
+    groups = []
+    rows = zip(blocks.start.tolist(), blocks.anchor.tolist(), blocks.exists.tolist(), strict=True)
+    for row, (starts, anchors, exists) in enumerate(rows):
+        first = 0
+        while first < len(anchors):
+            if not exists[first]:
+                first += 1
+                continue
+            last, low, high = first, anchors[first], anchors[first]
+            while last < len(anchors) and exists[last] and starts[last] == starts[first]:
+                seen_from = starts[last] if window is None else max(starts[last], anchors[last] - window + 1)
+                new_low, new_high = min(low, seen_from), max(high, anchors[last])
+                score_bytes = 4 * (last + 1 - first) * blocks.size * num_heads * (new_high - new_low + blocks.size)
+                if last > first and score_bytes > TILE_BYTES:
+                    break
+                last, low, high = last + 1, new_low, new_high
+            groups.append(_group(blocks, row, slice(first, last), slice(low, high)))
+            first = last
+    return groups
+
+
+def _group(blocks: Blocks, row: int, anchors: slice, keys: slice) -> Group:
+    device = blocks.anchor.device
+    key = torch.arange(keys.start, keys.stop, device=device)
+    slot = torch.arange(1 if blocks.window is None else blocks.size, device=device)[:, None]
+    start, anchor = blocks.start[row, anchors, None, None], blocks.anchor[row, anchors, None, None]
+    visible = sees_context(key, slot, start, anchor, blocks.window)
+    hidden_keys = torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)
+    return Group(row=row, anchors=anchors, keys=keys, hidden_keys=hidden_keys)
+
+
+def grouped_attention(blocks: Blocks, num_heads: int) -> Attend:
+    """Attention by groups of anchors: other blocks' keys and other documents' context are never formed."""
+    return partial(_attend_by_group, group_blocks(blocks, num_heads))
+
+
+@torch.compiler.disable
+def _attend_by_group(
+    groups: list[Group], q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor
+) -> Tensor:
+    batch, anchors, slots, heads, head_dim = q.shape
+    kv_heads = k.shape[3]
+    # Query heads that share a key head become rows of its products: (batch, kv_head, anchor, slot * share, head_dim).
+    rows = q.view(batch, anchors, slots, kv_heads, heads // kv_heads, head_dim).permute(0, 3, 1, 2, 4, 5)
+    out = _GroupedAttention.apply(
+        rows.reshape(batch, kv_heads, anchors, -1, head_dim),
+        k.permute(0, 3, 1, 2, 4),
+        v.permute(0, 3, 1, 2, 4),
+        context_k.transpose(1, 2),
+        context_v.transpose(1, 2),
+        groups,
+    )
+    out = out.view(batch, kv_heads, anchors, slots, -1, head_dim).permute(0, 2, 3, 1, 4, 5)
+    return out.reshape(batch, anchors, slots, heads, head_dim)
+
+
+class _GroupedAttention(torch.autograd.Function):
+    """One softmax over [context ; own block] for each group; backward computes the group's softmax again.
+
+    q: (batch, kv_head, anchor, row, head_dim); k, v: (batch, kv_head, anchor, slot, head_dim);
+    context_k, context_v: (batch, kv_head, seq, head_dim). Memory beyond inputs and outputs is one group's scores.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, groups: list[Group]
+    ) -> Tensor:
+        out = torch.zeros_like(q)
+        for group in groups:
+            row, anchors, keys = group.row, group.anchors, group.keys
+            num_keys = keys.stop - keys.start
+            probs = _probs(group, q, k, context_k)
+            seen = probs[..., :num_keys].flatten(1, 2) @ context_v[row, :, keys]
+            own = probs[..., num_keys:] @ v[row, :, anchors]
+            out[row, :, anchors] = own.add_(seen.view_as(own))
+        ctx.save_for_backward(q, k, v, context_k, context_v, out)
+        ctx.groups = groups
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, context_k, context_v, out = ctx.saved_tensors
+        (grad_out,) = grads
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad_context_k, grad_context_v = torch.zeros_like(context_k), torch.zeros_like(context_v)
+        for group in ctx.groups:
+            row, anchors, keys = group.row, group.anchors, group.keys
+            num_keys = keys.stop - keys.start
+            probs = _probs(group, q, k, context_k)
+            grad = grad_out[row, :, anchors]
+            grad_rows = grad.flatten(1, 2)
+            grad_v[row, :, anchors] = probs[..., num_keys:].mT @ grad
+            grad_context_v[row, :, keys] += probs[..., :num_keys].flatten(1, 2).mT @ grad_rows
+
+            # d softmax: probs * (d probs - sum(probs * d probs)), and that sum is d out . out.
+            along = (grad.float() * out[row, :, anchors].float()).sum(-1, keepdim=True)
+            grad_scores = torch.empty(probs.shape, device=probs.device)
+            grad_scores[..., :num_keys] = (grad_rows @ context_v[row, :, keys].mT).view(*probs.shape[:-1], num_keys)
+            grad_scores[..., num_keys:] = grad @ v[row, :, anchors].mT
+            grad_scores = grad_scores.sub_(along).mul_(probs).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+
+            seen, own = grad_scores[..., :num_keys].flatten(1, 2), grad_scores[..., num_keys:]
+            grad_q[row, :, anchors] = own @ k[row, :, anchors]
+            grad_q[row, :, anchors] += (seen @ context_k[row, :, keys]).view_as(grad)
+            grad_k[row, :, anchors] = own.mT @ q[row, :, anchors]
+            grad_context_k[row, :, keys] += seen.mT @ q[row, :, anchors].flatten(1, 2)
+        return grad_q, grad_k, grad_v, grad_context_k, grad_context_v, None
+
+
+def _probs(group: Group, q: Tensor, k: Tensor, context_k: Tensor) -> Tensor:
+    """Softmax over [context keys ; own block's keys]: (kv_head, anchor, row, key), in q's dtype."""
+    queries, own_keys = q[group.row, :, group.anchors], k[group.row, :, group.anchors]
+    kv_heads, anchors, rows, head_dim = queries.shape
+    num_keys = group.keys.stop - group.keys.start
+    queries = queries * head_dim**-0.5
+    scores = torch.empty(kv_heads, anchors, rows, num_keys + own_keys.shape[2], device=q.device)
+    seen = queries.flatten(1, 2) @ context_k[group.row, :, group.keys].mT
+    by_slot = (group.hidden_keys.shape[1], -1)
+    scores[..., :num_keys].unflatten(2, by_slot).copy_(
+        seen.view(kv_heads, anchors, rows, num_keys).unflatten(2, by_slot) + group.hidden_keys[:, :, None]
+    )
+    scores[..., num_keys:] = queries @ own_keys.mT
+    return scores.softmax(dim=-1).to(q.dtype)

@@ -1,0 +1,178 @@
+"""Starting a block-diffusion drafter from the target's own layers.
+
+Draft layer i takes the weights of the target's layer l + 1, where l is a captured layer: what that layer reads at a
+context position is then exactly what it reads in the target. The target's input norm is folded into the projections,
+so the drafter's own norms before them start at 1; the context is set to h_l alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.models.target import Target
+
+if TYPE_CHECKING:
+    from draftsmith.models.dfly import DFly
+
+# Fusion logits at the start: +FUSION_PEAK on the layer's own l, -FUSION_PEAK elsewhere. A left-over mass of about 2e-5
+# gives the context to about 2e-3 and keeps the row's gradient alive.
+FUSION_PEAK = 6.0
+
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
+
+
+def initialise(drafter: DFly, target: Target) -> str:
+    """Sets a drafter's starting weights as its configuration says.
+
+    Returns:
+        One sentence that says what was done.
+
+    Raises:
+        ValueError: init=target_layers where the target's layers cannot be copied, naming the reason.
+    """
+    if drafter.config.init == "random":
+        return "draft layers start from random weights"
+    reason = why_not(drafter, target)
+    if reason is None:
+        sources = copy_target_layers(drafter, target)
+        return f"draft layers start from the target's layers {', '.join(map(str, sources))}"
+    if drafter.config.init == "target_layers":
+        raise ValueError(f"drafter.init=target_layers is not possible: {reason}; choose drafter.init=random")
+    return f"draft layers start from random weights, not from the target's layers: {reason}"
+
+
+def source_layers(drafter: DFly) -> list[int]:
+    """The captured layers l whose next layers are copied, one for each draft layer, the last ones that have a next."""
+    usable = [i for i in drafter.target_layer_ids if i + 1 < drafter.spec.num_layers]
+    return usable[-drafter.config.num_layers :]
+
+
+def why_not(drafter: DFly, target: Target) -> str | None:
+    """Why the target's layers cannot be copied into this drafter; None where they can."""
+    shape, spec = drafter.shape, drafter.spec
+    sources = source_layers(drafter)
+    if len(sources) < len(drafter.layers):
+        return (
+            f"drafter.num_layers={len(drafter.layers)}, but only {len(sources)} of the captured layers "
+            f"{list(drafter.target_layer_ids)} have a layer after them"
+        )
+    for name, own, theirs in (
+        ("num_heads", shape.num_heads, spec.num_heads),
+        ("num_kv_heads", shape.num_kv_heads, spec.num_kv_heads),
+        ("head_dim", shape.head_dim, spec.head_dim),
+        ("intermediate_size", shape.intermediate_size, spec.intermediate_size),
+    ):
+        if own != theirs:
+            return f"drafter.{name}={own} differs from the target's {theirs}"
+    for index in sources:
+        reason = _why_not_layer(target, index + 1)
+        if reason is not None:
+            return f"the target's layer {index + 1} {reason}"
+    return None
+
+
+def _why_not_layer(target: Target, index: int) -> str | None:
+    """Why one target layer is not a plain pre-norm decoder layer with full rotary attention and a SwiGLU MLP."""
+    spec, layer = target.spec, target.decoder_layer(index)
+    # The layer and its configuration are transformers': attributes that a model family lacks are absent.
+    config = target.model.config.get_text_config(decoder=True)
+    parts = {name for name, _ in layer.named_children()}
+    if parts != LAYER_PARTS:
+        return f"is no plain pre-norm layer: its parts are {', '.join(sorted(parts))}"
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    if not MLP_PARTS.issubset(name for name, _ in mlp.named_children()):
+        return f"has no dense SwiGLU MLP but {type(mlp).__name__}"
+    if getattr(config, "hidden_act", None) != "silu":
+        return f"has the activation {getattr(config, 'hidden_act', None)} in its MLP, not silu"
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and layer_types[index] != "full_attention":
+        return f"has {layer_types[index]}"
+    if getattr(attention, "sliding_window", None) or getattr(attention, "is_sliding", False):
+        return "has sliding-window attention"
+    no_rope = getattr(config, "no_rope_layers", None)
+    if no_rope and not no_rope[index]:
+        return "has no rotary embedding"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "caps its attention scores"
+    if getattr(config, "residual_multiplier", 1.0) != 1.0:
+        return f"scales its residual branches by {config.residual_multiplier}"
+    if abs(getattr(attention, "scaling", spec.head_dim**-0.5) - spec.head_dim**-0.5) > 1e-6:
+        return f"scales attention scores by {attention.scaling}, not by 1/sqrt(head_dim)"
+    known = {f"{p}_proj.weight" for p in "qkvo"}
+    extra = {name for name, _ in attention.named_parameters()} - known
+    if extra:
+        return f"has attention parameters that this drafter lacks: {', '.join(sorted(extra))}"
+    biased = [name for name, _ in mlp.named_parameters() if name.endswith("bias")]
+    if biased:
+        return f"has MLP biases: {', '.join(biased)}"
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        if norm_scale(layer.get_submodule(name), spec.hidden_size, spec.rms_norm_eps) is None:
+            return f"has {type(layer.get_submodule(name)).__name__}, no RMSNorm"
+    return None
+
+
+@torch.no_grad()
+def norm_scale(norm: nn.Module, width: int, eps: float) -> Tensor | None:
+    """What an RMSNorm multiplies by, measured: the weight, or 1 + weight where the family stores it so.
+
+    Returns:
+        (width,) float32; None where the module is no RMSNorm of this eps.
+    """
+    weight = next(norm.parameters())
+    if weight.shape != (width,):
+        return None
+    # Two probes that a centring or biased norm cannot pass together.
+    ones = torch.ones(width, dtype=weight.dtype, device=weight.device)
+    ramp = torch.linspace(0.5, 2, width, dtype=weight.dtype, device=weight.device)
+    scale = norm(ones).float() * (1 + eps) ** 0.5
+    expected = ramp.float() * torch.rsqrt(ramp.float().square().mean() + eps) * scale
+    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
+    matches = torch.allclose(norm(ramp).float(), expected, rtol=tolerance, atol=tolerance * float(scale.abs().max()))
+    return scale if matches and float(scale.abs().max()) > 0 else None
+
+
+@torch.no_grad()
+def copy_target_layers(drafter: DFly, target: Target, fusion_peak: float = FUSION_PEAK) -> list[int]:
+    """Copies the target's layers; `why_not` must have found no reason against it.
+
+    Returns:
+        The target layers that were copied.
+    """
+    sources = source_layers(drafter)
+    for draft_layer, index in zip(drafter.layers, sources, strict=True):
+        _copy_layer(draft_layer, target.decoder_layer(index + 1), drafter)
+    places = [drafter.target_layer_ids.index(index) for index in sources]
+    context = drafter.context
+    if context.projection is not None:
+        context.projection.weight.zero_()
+    if context.fusion is not None:
+        context.fusion.fill_(-fusion_peak)
+        context.fusion[torch.arange(len(places)), places] = fusion_peak
+    elif context.projection is not None:
+        hidden = drafter.spec.hidden_size
+        context.projection.weight[:, places[-1] * hidden : (places[-1] + 1) * hidden] = torch.eye(hidden)
+    scale = norm_scale(target.final_norm, drafter.spec.hidden_size, drafter.spec.rms_norm_eps)
+    if scale is not None:
+        drafter.norm.weight.copy_(scale)
+    return [index + 1 for index in sources]
+
+
+def _copy_layer(draft_layer: Any, layer: Any, drafter: DFly) -> None:
+    hidden, eps = drafter.spec.hidden_size, drafter.spec.rms_norm_eps
+    input_scale = norm_scale(layer.input_layernorm, hidden, eps)
+    mlp_scale = norm_scale(layer.post_attention_layernorm, hidden, eps)
+    assert input_scale is not None
+    assert mlp_scale is not None
+    draft_layer.input_layernorm.weight.fill_(1)
+    draft_layer.post_attention_layernorm.weight.copy_(mlp_scale)
+    own, theirs = draft_layer.self_attn, layer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        own.get_submodule(name).weight.copy_(theirs.get_submodule(name).weight.float() * input_scale)
+    own.o_proj.weight.copy_(theirs.o_proj.weight)
+    for name in sorted(MLP_PARTS):
+        draft_layer.mlp.get_submodule(name).weight.copy_(layer.mlp.get_submodule(name).weight)

@@ -1,0 +1,121 @@
+"""Block attention against loops over elements: values, gradients, and what is visible."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from references import block_attention, block_sees
+from torch import Tensor
+
+from draftsmith.models import block_attention as module
+from draftsmith.models.block_attention import Blocks, document_starts, group_blocks, grouped_attention, sees_context
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def make_blocks(documents: list[list[int]], anchors: list[list[int]], exists, size: int, window=None) -> Blocks:
+    anchor = torch.tensor(anchors)
+    start = document_starts(torch.tensor(documents)).gather(1, anchor)
+    return Blocks(start=start, anchor=anchor, exists=torch.tensor(exists), size=size, window=window)
+
+
+def make_inputs(blocks: Blocks, seq: int, dtype=torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    batch, anchors = blocks.anchor.shape
+    shapes = [(batch, anchors, blocks.size, HEADS, HEAD_DIM)]
+    shapes += [(batch, anchors, blocks.size, KV_HEADS, HEAD_DIM)] * 2
+    shapes += [(batch, seq, KV_HEADS, HEAD_DIM)] * 2
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+CASES = {
+    "single block": ([[0] * 12], [[5]], [[True]], 4, None),
+    "many blocks": ([[0] * 24], [[4, 6, 7, 15]], [[True] * 4], 8, None),
+    "anchor 1": ([[0] * 6], [[1]], [[True]], 3, None),
+    "last legal anchor": ([[0] * 6], [[4]], [[True]], 5, None),
+    "consecutive anchors": ([[0] * 10], [[3, 4, 5, 6]], [[True] * 4], 3, None),
+    "invalid blocks": ([[0] * 10, [1] * 10], [[3, 0, 5], [0, 0, 0]], [[True, False, True], [False] * 3], 3, None),
+    "packed documents": ([[3] * 5 + [9] * 4 + [1] * 6 + [-1] * 2], [[2, 6, 7, 10, 13]], [[True] * 5], 4, None),
+    "windowed": ([[0] * 5 + [1] * 9], [[3, 8, 11, 12]], [[True] * 4], 4, 4),
+    "no order": ([[0] * 8 + [1] * 8], [[12, 3, 9, 6]], [[True] * 4], 3, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tile_bytes", [1, 8 << 20])
+def test_values_and_gradients_equal_element_loops(case, tile_bytes, monkeypatch):
+    monkeypatch.setattr(module, "TILE_BYTES", tile_bytes)
+    documents, anchors, exists, size, window = CASES[case]
+    inputs = make_inputs(make_blocks(documents, anchors, exists, size, window), len(documents[0]))
+    out = grouped_attention(make_blocks(documents, anchors, exists, size, window), HEADS)(*inputs)
+    expected = block_attention(*inputs, anchors=anchors, exists=exists, documents=documents, window=window)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    gradients = torch.autograd.grad((out * weight).sum(), inputs)
+    for own, reference in zip(gradients, torch.autograd.grad((expected * weight).sum(), inputs), strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-6, atol=1e-6)
+
+
+def test_random_rows_equal_element_loops():
+    draw = random.Random(0)
+    for _ in range(6):
+        documents = []
+        for row in range(2):
+            row_documents = [i for i in range(4) for _ in range(draw.randint(2, 6))]
+            documents.append([100 * row + d for d in row_documents] + [-1] * (24 - len(row_documents)))
+        anchors = [sorted(draw.sample(range(1, 24), 4)) for _ in range(2)]
+        exists = [[documents[b][a] >= 0 for a in anchors[b]] for b in range(2)]
+        size, window = draw.randint(2, 5), draw.choice([None, 1, 3])
+        blocks = make_blocks(documents, anchors, exists, size, window)
+        inputs = make_inputs(blocks, 24)
+        expected = block_attention(*inputs, anchors=anchors, exists=exists, documents=documents, window=window)
+        torch.testing.assert_close(grouped_attention(blocks, HEADS)(*inputs), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_window_slides_with_the_slot():
+    key, slot = torch.arange(12), torch.arange(4)[:, None]
+    visible = sees_context(key, slot, torch.tensor(0), torch.tensor(6), 4)
+    assert [row.nonzero().flatten().tolist() for row in visible] == [[3, 4, 5], [4, 5], [5], []]
+    for s in range(4):
+        expected = [block_sees(s, None, k, anchor=6, window=4, documents=[0] * 12) for k in range(12)]
+        assert visible[s].tolist() == expected
+
+
+def test_a_group_forms_only_its_own_documents_context():
+    documents = [[0] * 100 + [1] * 50]
+    blocks = make_blocks(documents, [[10, 20, 130, 140]], [[True, True, True, False]], 4)
+    groups = group_blocks(blocks, HEADS)
+    assert [(g.anchors, g.keys) for g in groups] == [(slice(0, 2), slice(0, 20)), (slice(2, 3), slice(100, 130))]
+
+
+def test_scores_of_a_group_stay_within_the_tile(monkeypatch):
+    monkeypatch.setattr(module, "TILE_BYTES", 1 << 16)
+    blocks = make_blocks([[0] * 400], [list(range(1, 399))], [[True] * 398], 8)
+    groups = group_blocks(blocks, HEADS)
+    assert [a for g in groups for a in range(g.anchors.start, g.anchors.stop)] == list(range(398))
+    sizes = [4 * (g.anchors.stop - g.anchors.start) * 8 * HEADS * (g.keys.stop - g.keys.start + 8) for g in groups]
+    assert max(sizes) <= 1 << 16
+
+
+def test_no_block_at_all_gives_zeros_and_zero_gradients():
+    blocks = make_blocks([[0] * 6], [[0, 0]], [[False, False]], 3)
+    inputs = make_inputs(blocks, 0)
+    out = grouped_attention(blocks, HEADS)(*inputs)
+    assert out.eq(0).all()
+    assert all(g.eq(0).all() for g in torch.autograd.grad(out.sum(), inputs))
+
+
+def test_bfloat16_is_close_to_float64():
+    blocks = make_blocks([[0] * 24], [[4, 6, 7, 15]], [[True] * 4], 8)
+    exact = make_inputs(blocks, 24)
+    rough = [x.detach().bfloat16().requires_grad_() for x in exact]
+    attend = grouped_attention(blocks, HEADS)
+    out, expected = attend(*rough), attend(*exact)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), expected, rtol=0.03, atol=0.03)
+    for own, reference in zip(
+        torch.autograd.grad(out.sum(), rough), torch.autograd.grad(expected.sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(own.double(), reference, rtol=0.05, atol=0.05 * float(reference.abs().max()))

@@ -1,0 +1,475 @@
+"""The block-diffusion family: what each slot may depend on, equality of its forms, and that it learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.data.batch import Batch, Document, TargetStates
+from draftsmith.models.dfly import DFly, DFlyConfig, fusion_logits, spread_layers
+from draftsmith.models.drafter import stats_on_grid
+from draftsmith.models.grid import Grid, build_grid
+from draftsmith.models.head import Head
+from draftsmith.models.target import TargetSpec
+
+HIDDEN, VOCAB, MASK = 32, 50, 49
+SPEC = TargetSpec(
+    hidden_size=HIDDEN,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    rms_norm_eps=1e-6,
+    vocab_size=VOCAB,
+    max_position_embeddings=512,
+    rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    rope_inv_freq=(1.0, 0.1, 0.01, 0.001),
+    mask_token_id=MASK,
+)
+
+VARIANTS = {
+    "dflash": {"context": "shared", "head": "none"},
+    "dflare": {"context": "fused", "head": "none"},
+    "dfly": {"context": "hybrid", "head": "correction"},
+    "windowed": {"context": "hybrid", "head": "correction", "sliding_window": 5},
+}
+
+
+def new_drafter(*, seed: int = 0, **settings) -> DFly:
+    """A drafter with every parameter drawn at random: none at its zero or one initialisation."""
+    torch.manual_seed(seed)
+    drafter = DFlyConfig(**settings).build(SPEC)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+def new_head(seed: int = 1) -> Head:
+    generator = torch.Generator().manual_seed(seed)
+    embedding, lm_head = torch.randn(2, VOCAB, HIDDEN, generator=generator)
+    return Head(embedding, lm_head)
+
+
+def new_batch(lengths: list[list[int]], drafter: DFly, *, seq: int | None = None, seed: int = 2) -> Batch:
+    """Rows of packed documents of these lengths, everything supervised, states random."""
+    generator = torch.Generator().manual_seed(seed)
+    seq = seq or max(sum(row) for row in lengths)
+    documents, positions = torch.full((len(lengths), seq), -1), torch.zeros(len(lengths), seq, dtype=torch.int64)
+    for row, row_lengths in enumerate(lengths):
+        begin = 0
+        for index, length in enumerate(row_lengths):
+            documents[row, begin : begin + length] = 10 * row + index
+            positions[row, begin : begin + length] = torch.arange(length)
+            begin += length
+    states = TargetStates(
+        layers=torch.randn(len(lengths), seq, len(drafter.target_layer_ids), HIDDEN, generator=generator),
+        final=torch.randn(len(lengths), seq, HIDDEN, generator=generator),
+    )
+    return Batch(
+        input_ids=torch.randint(0, MASK, documents.shape, generator=generator),
+        supervised=documents >= 0,
+        document_ids=documents,
+        position_ids=positions,
+        states=states,
+    )
+
+
+def changed(batch: Batch, **fields: Tensor) -> Batch:
+    states = batch.states
+    assert states is not None
+    return Batch(
+        input_ids=fields.get("input_ids", batch.input_ids),
+        supervised=batch.supervised,
+        document_ids=batch.document_ids,
+        position_ids=batch.position_ids,
+        states=TargetStates(layers=fields.get("layers", states.layers), final=fields.get("final", states.final)),
+    )
+
+
+def grid_at(batch: Batch, anchors: list[list[int]], drafter: DFly) -> Grid:
+    return build_grid(
+        batch, [torch.tensor(row, dtype=torch.int64) for row in anchors], num_steps=drafter.num_draft_tokens
+    )
+
+
+def moved(before: Tensor, after: Tensor) -> list[list[bool]]:
+    """For each anchor and step of the first row, whether its state changed at all."""
+    return (before != after).any(-1)[0].tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_slot_depends_on_what_it_must_not_see(variant):
+    drafter, target_head = new_drafter(**VARIANTS[variant]), new_head()
+    batch = new_batch([[24]], drafter)
+    anchors = [4, 6, 7, 15]
+    grid = grid_at(batch, [anchors], drafter)
+    window = VARIANTS[variant].get("sliding_window")
+    states = batch.states
+    assert states is not None
+    with torch.no_grad():
+        before = drafter.hidden(batch, grid, target_head)
+        for position in range(24):
+            layers = states.layers.clone()
+            layers[0, position] += 1
+            after = drafter.hidden(changed(batch, layers=layers), grid, target_head)
+            # Slots of a block see each other, so a block that sees a feature at all changes as a whole.
+            sees = [position < a and (window is None or position > a - window) for a in anchors]
+            assert moved(before, after) == [[s] * 7 for s in sees], position
+
+            tokens = batch.input_ids.clone()
+            tokens[0, position] = (tokens[0, position] + 1) % MASK
+            after = drafter.hidden(changed(batch, input_ids=tokens), grid, target_head)
+            expected = []
+            for a in anchors:
+                offset = position - a  # step s reads the anchor's token, and its predecessor at a + s in the head part
+                steps = [offset == 0 or (offset == s and drafter.correction is not None) for s in range(7)]
+                expected.append([s and v for s, v in zip(steps, grid.valid[0, anchors.index(a)].tolist(), strict=True)])
+            got = [
+                [m and v for m, v in zip(*pair, strict=True)]
+                for pair in zip(moved(before, after), grid.valid[0].tolist(), strict=True)
+            ]
+            assert got == expected, position
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_rows_equal_single_documents(variant):
+    drafter, target_head = new_drafter(**VARIANTS[variant]), new_head()
+    packed = new_batch([[9, 7, 12]], drafter, seq=31)
+    grid = grid_at(packed, [[1, 4, 7, 10, 14, 17, 20, 26]], drafter)
+    stats = drafter(packed, grid, target_head, ("ce", "kl", "tv"))
+    (stats.ce + stats.kl + stats.tv).sum().backward()
+    expected = [p.grad.clone() for p in drafter.parameters()]
+    drafter.zero_grad()
+
+    begin, alone = 0, []
+    for length in (9, 7, 12):
+        rows = slice(begin, begin + length)
+        states = packed.states
+        assert states is not None
+        document = Batch(
+            input_ids=packed.input_ids[:, rows],
+            supervised=packed.supervised[:, rows],
+            document_ids=packed.document_ids[:, rows],
+            position_ids=packed.position_ids[:, rows],
+            states=TargetStates(layers=states.layers[:, rows], final=states.final[:, rows]),
+        )
+        own = grid.anchor_index[0][(grid.anchor_index[0] >= begin) & (grid.anchor_index[0] < begin + length)] - begin
+        single = drafter(document, grid_at(document, [own.tolist()], drafter), target_head, ("ce", "kl", "tv"))
+        alone.append(single.ce[0])
+        (single.ce + single.kl + single.tv).sum().backward()
+        begin += length
+    torch.testing.assert_close(torch.cat(alone), stats.ce[0], rtol=1e-5, atol=1e-6)
+    for own_grad, parameter in zip(expected, drafter.parameters(), strict=True):
+        torch.testing.assert_close(own_grad, parameter.grad, rtol=1e-4, atol=1e-5 * float(own_grad.abs().max()))
+
+
+def test_documents_of_a_row_never_see_each_other():
+    drafter, target_head = new_drafter(), new_head()
+    batch = new_batch([[12, 12]], drafter)
+    grid = grid_at(batch, [[3, 9, 14, 20]], drafter)
+    states = batch.states
+    assert states is not None
+    layers, tokens = states.layers.clone(), batch.input_ids.clone()
+    layers[0, :12] += 1
+    tokens[0, :12] = (tokens[0, :12] + 1) % MASK
+    before = drafter.hidden(batch, grid, target_head)
+    after = drafter.hidden(changed(batch, layers=layers, input_ids=tokens), grid, target_head)
+    assert not torch.equal(before[0, :2], after[0, :2])
+    assert torch.equal(before[0, 2:][grid.valid[0, 2:]], after[0, 2:][grid.valid[0, 2:]])
+
+
+def test_a_block_keeps_its_slots_at_a_documents_end():
+    """Near the end the block is as long as elsewhere: cutting the data after it changes nothing."""
+    drafter, target_head = new_drafter(), new_head()
+    long = new_batch([[24]], drafter)
+    short_states = TargetStates(layers=long.states.layers[:, :14], final=long.states.final[:, :14])
+    short = Batch(
+        input_ids=long.input_ids[:, :14],
+        supervised=long.supervised[:, :14],
+        document_ids=long.document_ids[:, :14],
+        position_ids=long.position_ids[:, :14],
+        states=short_states,
+    )
+    short_grid = grid_at(short, [[11]], drafter)
+    assert short_grid.valid[0, 0].tolist() == [True, True] + [False] * 5
+    whole = drafter.hidden(long, grid_at(long, [[11]], drafter), target_head)
+    cut = drafter.hidden(short, short_grid, target_head)
+    torch.testing.assert_close(cut[0, 0, :2], whole[0, 0, :2])
+
+
+def test_the_order_of_anchors_changes_nothing():
+    drafter, target_head = new_drafter(), new_head()
+    batch = new_batch([[15, 9]], drafter)
+    anchors = [2, 5, 6, 11, 17, 20]
+    order = [3, 0, 5, 1, 4, 2]
+    sorted_hidden = drafter.hidden(batch, grid_at(batch, [anchors], drafter), target_head)
+    shuffled = drafter.hidden(batch, grid_at(batch, [[anchors[i] for i in order]], drafter), target_head)
+    torch.testing.assert_close(shuffled, sorted_hidden[:, order], rtol=1e-5, atol=1e-6)
+
+
+def test_what_stands_at_invalid_steps_changes_nothing():
+    drafter, target_head = new_drafter(), new_head()
+    batch = new_batch([[10], [16]], drafter)
+    grid = grid_at(batch, [[3, 7], [4, 9, 13]], drafter)
+    states = batch.states
+    assert states is not None
+    assert not grid.valid.all()
+    final, layers = states.final.clone(), states.layers.clone()
+    final[0, 9:], final[1, 15], final[:, :3] = torch.nan, torch.nan, torch.nan
+    layers[:, 13:] = torch.nan
+    results = []
+    for data in (batch, changed(batch, final=final, layers=layers)):
+        drafter.zero_grad()
+        hidden = drafter.hidden(data, grid, target_head)
+        if data is not batch:
+            hidden = torch.where(grid.valid[..., None], hidden, torch.nan)
+        stats = stats_on_grid(hidden, data, grid, target_head, ("ce", "tv"))
+        (stats.ce + stats.tv).sum().backward()
+        results.append((stats, [p.grad.clone() for p in drafter.parameters()]))
+    (clean, clean_grads), (dirty, dirty_grads) = results
+    assert torch.equal(clean.ce, dirty.ce)
+    assert torch.equal(clean.label_prob, dirty.label_prob)
+    assert all(torch.equal(a, b) for a, b in zip(clean_grads, dirty_grads, strict=True))
+    assert clean.ce[~grid.valid].eq(0).all()
+    assert clean.label_prob[~grid.valid].eq(1).all()
+
+
+def test_a_batch_without_an_anchor_gives_zero_gradients():
+    drafter, target_head = new_drafter(), new_head()
+    batch = new_batch([[6]], drafter)
+    stats = drafter(batch, grid_at(batch, [[]], drafter), target_head, ("ce",))
+    stats.ce.sum().backward()
+    assert stats.ce.eq(0).all()
+    assert all(p.grad is not None and p.grad.eq(0).all() for p in drafter.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_propose_equals_the_training_forward(variant):
+    """Greedy drafts of requests of different lengths, observed in two rounds, against the same anchors in training."""
+    drafter, target_head = new_drafter(**VARIANTS[variant]), new_head()
+    batch = new_batch([[20], [20], [20]], drafter)
+    states = batch.states
+    assert states is not None
+    anchors, first_round = torch.tensor([9, 12, 1]), torch.tensor([4, 11, 0])
+    cache = drafter.new_cache(3)
+    for begin, end in ((torch.zeros(3, dtype=torch.int64), first_round), (first_round, anchors)):
+        width = int((end - begin).max())
+        index = (begin[:, None] + torch.arange(width)).clamp(max=19)
+        rows = torch.arange(3)[:, None]
+        new = TargetStates(layers=states.layers[rows, index], final=states.final[rows, index])
+        drafter.observe(cache, new, batch.input_ids[rows, index + 1 - (index == 19).long()], end - begin)
+    proposal = drafter.propose(cache, batch.input_ids[torch.arange(3), anchors], target_head)
+    assert proposal.probs is None
+    assert proposal.tokens.shape == (3, 7)
+
+    tokens = batch.input_ids.clone()
+    for row, anchor in enumerate(anchors.tolist()):
+        tokens[row, anchor + 1 : anchor + 8] = proposal.tokens[row]
+    forced = changed(batch, input_ids=tokens)
+    hidden = drafter.hidden(forced, grid_at(forced, [[a] for a in anchors.tolist()], drafter), target_head)
+    logits = target_head.logits(hidden[:, 0])
+    assert torch.equal(logits.argmax(-1), proposal.tokens)
+    torch.testing.assert_close(proposal.confidence, logits.softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_sampled_drafts_come_with_their_distributions():
+    drafter, target_head = new_drafter(), new_head()
+    batch = new_batch([[12]], drafter)
+    cache = drafter.new_cache(1)
+    assert batch.states is not None
+    seen = TargetStates(layers=batch.states.layers[:, :9], final=batch.states.final[:, :9])
+    drafter.observe(cache, seen, batch.input_ids[:, 1:10], torch.tensor([9]))
+    generator = torch.Generator().manual_seed(0)
+    proposal = drafter.propose(
+        cache, batch.input_ids[:, 9], target_head, temperature=2.0, top_p=0.9, generator=generator
+    )
+    assert proposal.probs is not None
+    assert proposal.probs.shape == (1, 7, VOCAB)
+    torch.testing.assert_close(proposal.probs.sum(-1), torch.ones(1, 7))
+    drawn = proposal.probs.gather(-1, proposal.tokens[..., None])
+    assert drawn.gt(0).all()
+    # Each distribution is conditioned on the drafts before it.
+    tokens = batch.input_ids.clone()
+    tokens = torch.cat((tokens[:, :10], proposal.tokens), dim=1)
+    forced = new_batch([[17]], drafter)
+    layers = forced.states.layers.clone()
+    layers[:, :9] = seen.layers
+    forced = changed(forced, input_ids=tokens, layers=layers)
+    hidden = drafter.hidden(forced, grid_at(forced, [[9]], drafter), target_head)
+    probs = (target_head.logits(hidden[:, 0]) / 2).softmax(-1)
+    kept = torch.where(proposal.probs > 0, probs, 0)
+    torch.testing.assert_close(proposal.probs, kept / kept.sum(-1, keepdim=True), rtol=1e-4, atol=1e-6)
+
+
+def test_hybrid_context_by_hand():
+    drafter = new_drafter(num_layers=3)
+    layers = torch.randn(2, 5, 5, HIDDEN)
+    encoder = drafter.context
+    contexts = encoder(layers)
+    for i in range(3):
+        weights = torch.exp(encoder.fusion[i]) / torch.exp(encoder.fusion[i]).sum()
+        for b in range(2):
+            for s in range(5):
+                mixed = encoder.projection.weight @ torch.cat([layers[b, s, t] for t in range(5)])
+                for t in range(5):
+                    mixed = mixed + weights[t] * layers[b, s, t]
+                expected = mixed / (mixed.square().mean() + 1e-6).sqrt() * encoder.norm.weight
+                torch.testing.assert_close(contexts[i][b, s], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_fusion_rows_are_dflash_with_another_projection():
+    dfly = new_drafter(head="none")
+    dflash = new_drafter(context="shared", head="none")
+    row = torch.randn(5)
+    with torch.no_grad():
+        dfly.context.fusion.copy_(row)
+    weights = dict(dfly.state_dict())
+    del weights["context.fusion"]
+    eye = torch.cat([p * torch.eye(HIDDEN) for p in row.softmax(-1)], dim=1)
+    weights["context.projection.weight"] = weights["context.projection.weight"] + eye
+    dflash.load_state_dict(weights)
+    target_head = new_head()
+    batch = new_batch([[20]], dfly)
+    grid = grid_at(batch, [[3, 8, 15]], dfly)
+    torch.testing.assert_close(
+        dfly.hidden(batch, grid, target_head), dflash.hidden(batch, grid, target_head), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_at_the_start_the_correction_is_the_identity_bit_for_bit():
+    torch.manual_seed(0)
+    dfly = DFlyConfig().build(SPEC)
+    plain = DFlyConfig(head="none").build(SPEC)
+    plain.load_state_dict({k: v for k, v in dfly.state_dict().items() if not k.startswith("correction.")})
+    target_head = new_head()
+    batch = new_batch([[20]], dfly)
+    grid = grid_at(batch, [[3, 8, 15]], dfly)
+    assert torch.equal(dfly.hidden(batch, grid, target_head), plain.hidden(batch, grid, target_head))
+    assert torch.equal(dfly(batch, grid, target_head, ("ce",)).ce, plain(batch, grid, target_head, ("ce",)).ce)
+
+
+def test_the_correction_reads_the_anchor_then_the_data():
+    drafter, target_head = new_drafter(), new_head()
+    batch = new_batch([[20]], drafter)
+    grid = grid_at(batch, [[6]], drafter)
+    seen = []
+    assert drafter.correction is not None
+    drafter.correction.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    drafter.hidden(batch, grid, target_head)
+    torch.testing.assert_close(seen[0][0, 0], target_head.embed(batch.input_ids[0, 6:13]))
+
+
+def test_fusion_starts_as_published():
+    assert torch.equal(fusion_logits(1, 3), torch.tensor([[-4.0, -2.0, 0.0]]))
+    expected = torch.tensor([[0.0, -2, -4, -6, -8], [-4, -2, 0, -2, -4], [-8, -6, -4, -2, 0]])
+    assert torch.equal(fusion_logits(3, 5), expected)
+    assert torch.equal(DFlyConfig(num_layers=3).build(SPEC).context.fusion, expected)
+
+
+def test_captured_layers_are_spread_as_published():
+    assert spread_layers(36, 5) == [1, 9, 17, 25, 33]
+    assert spread_layers(36, 2) == [1, 33]
+    assert spread_layers(30, 5) == [1, 8, 14, 20, 27]
+    assert spread_layers(9, 1) == [4]
+    assert DFlyConfig().build(SPEC).target_layer_ids == (1, 2, 3, 4, 5)
+    for num_layers in range(4, 40):
+        for count in range(1, num_layers - 2):
+            ids = spread_layers(num_layers, count)
+            assert sorted(set(ids)) == ids
+            assert 0 <= ids[0] <= ids[-1] < num_layers
+
+
+def test_a_counting_sequence_is_learnt_and_a_block_of_8_drafts_7():
+    torch.manual_seed(0)
+    drafter = DFlyConfig(num_layers=2, num_target_layers=1).build(SPEC)
+    embedding = torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5
+    target_head = Head(embedding * 3, embedding * 3)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    tokens = (torch.arange(32) + torch.randint(0, 40, (8, 1))) % 40
+
+    def batch_of(tokens: Tensor) -> Batch:
+        shape = tokens.shape
+        states = embedding[tokens] * 3
+        return Batch(
+            input_ids=tokens,
+            supervised=torch.ones(shape, dtype=torch.bool),
+            document_ids=torch.arange(shape[0])[:, None].expand(shape),
+            position_ids=torch.arange(shape[1]).expand(shape),
+            states=TargetStates(layers=states[:, :, None], final=embedding[(tokens + 1) % 40] * 3),
+        )
+
+    for step in range(60):
+        tokens = (torch.arange(32) + torch.randint(0, 40, (8, 1))) % 40
+        batch = batch_of(tokens)
+        grid = drafter.grid(batch, seed=0, epoch=step)
+        stats = drafter(batch, grid, target_head, ("ce",))
+        loss = stats.ce.sum() / grid.num_slots
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    history = torch.tensor([[1, 2, 3]])
+    cache = drafter.new_cache(1)
+    drafter.observe(cache, batch_of(history[:, :2]).states, history[:, 1:], torch.tensor([2]))
+    assert drafter.propose(cache, history[:, 2], target_head).tokens.tolist() == [[4, 5, 6, 7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 1}, "block_size=1: it must be at least 2"),
+        ({"context": "mixed"}, "choose one of shared, fused, hybrid"),
+        ({"head": "markovian"}, "choose one of none"),
+        ({"init": "target"}, "choose one of auto, random, target_layers"),
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"num_heads": 3}, "no multiple of num_kv_heads=2"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0"),
+        ({"target_layer_ids": [1, 8]}, r"inside 0\.\.7; a legal choice is drafter.target_layer_ids=\[1, 5\]"),
+        ({"target_layer_ids": [3, 1]}, "distinct, ascending"),
+        ({"target_layer_ids": [-1, 1]}, "inside"),
+        ({"target_layer_ids": []}, "a legal choice"),
+        ({"target_layer_ids": [1, 2], "num_target_layers": 3}, "leave one out"),
+        ({"num_target_layers": 7}, r"a legal choice is drafter.target_layer_ids=\[1, 2, 3, 4, 5\]"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+    ],
+)
+def test_bad_settings_are_refused_with_a_legal_choice(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DFlyConfig(**settings).build(SPEC)
+
+
+def test_small_targets_must_be_given_their_layers():
+    small = replace(SPEC, num_layers=3)
+    with pytest.raises(ValueError, match=r"target_layer_ids=\[0, 1, 2\]"):
+        DFlyConfig().build(small)
+    assert DFlyConfig(target_layer_ids=[0, 2]).build(small).target_layer_ids == (0, 2)
+
+
+def test_a_target_without_a_mask_token_is_refused():
+    with pytest.raises(ValueError, match=r"target\.mask_token_id=<row>"):
+        DFlyConfig().build(replace(SPEC, mask_token_id=None))
+
+
+def test_data_with_the_mask_token_is_refused():
+    def document(tokens: list[int]) -> Document:
+        return Document(
+            tokens=torch.tensor(tokens), supervised=torch.ones(len(tokens), dtype=torch.bool), domain="chat", id="a-b"
+        )
+
+    drafter = new_drafter()
+    drafter.check_documents([document([1, 2])])
+    with pytest.raises(ValueError, match=f"1 documents contain the mask token {MASK}"):
+        drafter.check_documents([document([1, 2]), document([3, MASK])])
+
+
+def test_states_of_another_target_are_refused():
+    drafter, target_head = new_drafter(), new_head()
+    batch = new_batch([[12]], drafter)
+    grid = grid_at(batch, [[3]], drafter)
+    assert batch.states is not None
+    for layers in (batch.states.layers[:, :, :4], batch.states.layers[..., :16]):
+        with pytest.raises(ValueError, match=r"this drafter reads \(5, 32\)"):
+            drafter.hidden(changed(batch, layers=layers), grid, target_head)
