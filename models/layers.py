@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,12 +58,19 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, spec: TargetSpec) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", torch.tensor(spec.rope_inv_freq, dtype=torch.float32), persistent=False)
+        self.frequencies = torch.tensor(spec.rope_inv_freq, dtype=torch.float32, device="cpu")
+        self.register_buffer("inv_freq", self.frequencies.clone(), persistent=False)
         self.scaling = spec.rope_attention_scaling
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """Moves with the module, but stays float32 when that is cast: rounded frequencies are other frequencies."""
+        super()._apply(fn, recurse)
+        self.inv_freq = self.frequencies.to(self.inv_freq.device)
+        return self
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """position_ids: (...) -> cos and sin, each (..., rotary_dim), float32."""
-        angles = position_ids[..., None].float() * self.inv_freq.float()
+        angles = position_ids[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
