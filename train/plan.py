@@ -1,0 +1,223 @@
+"""What a run will do, in derived numbers that are printed before any work."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.data.conversations import Documents, load_documents
+from draftsmith.data.packing import Loader
+from draftsmith.models.drafter import Drafter
+from draftsmith.models.target import DTYPES, Target
+from draftsmith.train.config import TrainConfig, TrainerConfig
+from draftsmith.train.stages import Schedule
+from draftsmith.train.world import World
+
+# Rows whose grids are counted for the plan's mean number of predictions.
+COUNTED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """How the rows of one optimizer step are divided: rows_per_step = world_size x accumulation_steps x micro-batch."""
+
+    world_size: int
+    rows_per_step: int
+    rows_per_micro_batch: int
+    accumulation_steps: int
+
+    @classmethod
+    def derive(cls, config: TrainerConfig, world_size: int) -> BatchShape:
+        """Fills in the one of the three that is not given.
+
+        Raises:
+            ValueError: fewer than two are given, or no whole number fits.
+        """
+        rows, micro, accumulation = config.rows_per_step, config.rows_per_micro_batch, config.accumulation_steps
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        if [rows, micro, accumulation].count(None) > 1:
+            raise ValueError(
+                f"trainer.rows_per_step={rows}, rows_per_micro_batch={micro}, accumulation_steps={accumulation}: give "
+                f"two of the three; the third follows from them and the number of ranks ({world_size})"
+            )
+        if rows is None:
+            assert micro is not None
+            assert accumulation is not None
+            rows = micro * accumulation * world_size
+        elif micro is None:
+            assert accumulation is not None
+            micro = _divide(rows, accumulation, world_size, "accumulation_steps", ranks)
+        elif accumulation is None:
+            accumulation = _divide(rows, micro, world_size, "rows_per_micro_batch", ranks)
+        elif rows != micro * accumulation * world_size:
+            raise ValueError(
+                f"trainer.rows_per_step={rows} is not rows_per_micro_batch={micro} x accumulation_steps={accumulation} "
+                f"x {ranks} = {micro * accumulation * world_size}; give two of the three and set the other to null, as "
+                "in trainer.accumulation_steps=null"
+            )
+        return cls(
+            world_size=world_size, rows_per_step=rows, rows_per_micro_batch=micro, accumulation_steps=accumulation
+        )
+
+    def own_rows(self, rows: list[int | None], rank: int) -> list[list[int | None]]:
+        """One rank's part of an optimizer step's rows, as its micro-batches."""
+        size = self.rows_per_micro_batch
+        first = rank * self.accumulation_steps * size
+        return [rows[first + i * size : first + (i + 1) * size] for i in range(self.accumulation_steps)]
+
+
+def _divide(rows: int, other: int, world_size: int, name: str, ranks: str) -> int:
+    unit = other * world_size
+    if rows % unit:
+        below, above = rows // unit * unit, (rows // unit + 1) * unit
+        choices = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"trainer.rows_per_step={rows} is no multiple of {name}={other} x {ranks} = {unit}; choose "
+            f"trainer.rows_per_step={choices}, or a {name} that divides it"
+        )
+    return rows // unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """The derived numbers of a run.
+
+    Attributes:
+        documents_digest: hash of the documents in their order.
+        num_tokens: tokens of all documents, without padding.
+        predictions_per_row: mean number of valid predictions, counted on the first epoch's first rows.
+        cache_bytes: size of the target states that the run reads.
+    """
+
+    num_documents: int
+    documents_digest: str
+    num_tokens: int
+    num_rows: int
+    row_tokens: int
+    batch: BatchShape
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    predictions_per_row: float
+    cache_bytes: int
+    trainable_parameters: int
+    schedule: Schedule
+    initialisation: str
+
+    @classmethod
+    def build(
+        cls, config: TrainConfig, documents: Documents, drafter: Drafter[Any], initialisation: str, batch: BatchShape
+    ) -> RunPlan:
+        """Derives the numbers.
+
+        Raises:
+            ValueError: what `Schedule.build` refuses, and warm-up longer than the run.
+        """
+        loader = Loader(documents, row_tokens=config.data.row_tokens, seed=config.seed, states=None)
+        steps_per_epoch = -(-loader.num_rows // batch.rows_per_step)
+        epochs = config.trainer.epochs
+        total_steps = epochs * steps_per_epoch if epochs is not None else config.trainer.steps
+        assert total_steps is not None
+        warmup_steps = config.optimizer.warmup_steps(total_steps)
+        if warmup_steps >= total_steps and warmup_steps > 0:
+            raise ValueError(
+                f"optimizer.warmup={config.optimizer.warmup} gives {warmup_steps} warm-up steps of {total_steps} in "
+                "all; lower it, or train for more steps"
+            )
+        num_tokens = sum(len(document) for document in documents.documents)
+        width = (len(drafter.target_layer_ids) + 1) * drafter.spec.hidden_size
+        element_bytes = torch.empty(0, dtype=DTYPES[config.target.dtype]).element_size()
+        return cls(
+            num_documents=len(documents.documents),
+            documents_digest=_digest(documents),
+            num_tokens=num_tokens,
+            num_rows=loader.num_rows,
+            row_tokens=config.data.row_tokens,
+            batch=batch,
+            steps_per_epoch=steps_per_epoch,
+            total_steps=total_steps,
+            warmup_steps=warmup_steps,
+            predictions_per_row=_predictions_per_row(loader, drafter, config.seed),
+            cache_bytes=num_tokens * width * element_bytes,
+            trainable_parameters=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+            schedule=Schedule.build(config.loss, total_steps),
+            initialisation=initialisation,
+        )
+
+    def facts(self, target_fingerprint: str) -> dict[str, Any]:
+        """What decides the run's results beside its configuration; a resumed run must find it unchanged."""
+        return {
+            "total_steps": self.total_steps,
+            "world_size": self.batch.world_size,
+            "num_rows": self.num_rows,
+            "documents": self.documents_digest,
+            "target": target_fingerprint,
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints the plan and the schedule of the loss."""
+        batch = self.batch
+        tokens_per_step = self.num_tokens / self.steps_per_epoch
+        predictions_per_step = self.predictions_per_row * self.num_rows / self.steps_per_epoch
+        used = self.num_tokens / (self.num_rows * self.row_tokens)
+        table = Table("", "", title="plan", show_header=False)
+        for name, value in (
+            ("documents", f"{self.num_documents:,} with {self.num_tokens:,} tokens"),
+            ("rows", f"{self.num_rows:,} of {self.row_tokens:,} tokens, {used:.0%} filled"),
+            (
+                "rows per step",
+                f"{batch.rows_per_step} = {batch.rows_per_micro_batch} per micro-batch x {batch.accumulation_steps} "
+                f"accumulated x {batch.world_size} rank(s)",
+            ),
+            ("tokens per step", f"{tokens_per_step:,.0f}"),
+            ("valid predictions per step", f"about {predictions_per_step:,.0f}"),
+            ("steps", f"{self.total_steps:,} ({self.steps_per_epoch:,} per epoch), {self.warmup_steps:,} of warm-up"),
+            ("target states", f"{self.cache_bytes / 2**20:,.1f} MiB ({self.cache_bytes:,} bytes)"),
+            ("trainable parameters", f"{self.trainable_parameters:,}"),
+            ("start", self.initialisation),
+        ):
+            table.add_row(name, value)
+        console.print(table)
+        self.schedule.print(console)
+
+
+def _predictions_per_row(loader: Loader, drafter: Drafter[Any], seed: int) -> float:
+    count = min(loader.num_rows, COUNTED_ROWS)
+    grids = (drafter.grid(loader.batch([row]), seed=seed, epoch=0) for row in loader.rows(0, 0, count))
+    return sum(int(grid.num_slots) for grid in grids) / count
+
+
+def _digest(documents: Documents) -> str:
+    return hashlib.sha256("\n".join(document.id for document in documents.documents).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What preview, cache and training begin with."""
+
+    target: Target
+    documents: Documents
+    drafter: Drafter[Any]
+    plan: RunPlan
+
+
+def prepare(config: TrainConfig, world: World) -> Prepared:
+    """Loads target and documents, builds the drafter, and derives the plan.
+
+    Raises:
+        ValueError: anything in the configuration, the target or the data that cannot work.
+    """
+    batch = BatchShape.derive(config.trainer, world.size)
+    target = world.first_on_each_machine(lambda: Target.load(config.target, device=world.device))
+    documents = world.first_on_each_machine(lambda: load_documents(config.data, target.tokenizer, held_out=False))
+    torch.manual_seed(config.seed)
+    drafter = config.drafter.build(target.spec)
+    drafter.check_documents(documents.documents)
+    initialisation = drafter.initialise(target)
+    plan = RunPlan.build(config, documents, drafter, initialisation, batch)
+    return Prepared(target=target, documents=documents, drafter=drafter, plan=plan)
