@@ -35,21 +35,22 @@ def train(config: TrainConfig, world: World) -> Path:
         console.print(note, soft_wrap=True)
 
     prepared = prepare(config, world)
-    plan, drafter = prepared.plan, prepared.drafter
-    prepared.documents.report.print(console)
+    plan, drafter, documents = prepared.plan, prepared.drafter, prepared.documents
+    documents.report.print(console)
     plan.print(console)
     facts = plan.facts(prepared.target.fingerprint)
     world.decided_by_rank_zero(lambda: write_records(folder, config, facts))
-    states = open_states(config, prepared, world, console)
-    loader = Loader(prepared.documents, row_tokens=plan.row_tokens, seed=config.seed, states=states)
+    loader = Loader(
+        documents, row_tokens=plan.row_tokens, seed=config.seed, states=open_states(config, prepared, world)
+    )
     target_head = prepared.target.head.with_options(config.loss.options())
     record = new_record(prepared.target, config.data, run=folder.path.name)
+    del prepared  # with cached states only the target's head is needed from here on
 
-    module = DrafterWithObjective(drafter, plan.schedule, prepared.documents.domains, config.loss.top_k, world.device)
+    module = DrafterWithObjective(drafter, plan.schedule, documents.domains, config.loss.top_k, world.device)
     engine = start_engine(config, module, plan.batch)
-    if folder.checkpoint is None:
-        state = TrainState.start(world.device)
-    else:
+    state = TrainState.start(world.device)
+    if folder.checkpoint is not None:
         state = load_checkpoint(engine, folder.checkpoint, world)
         console.print(f"resumed {folder.checkpoint} at step {state.step} of {plan.total_steps}", soft_wrap=True)
 

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.data.conversations import Documents, load_documents
+from draftsmith.data.manifest import CacheManifest
 from draftsmith.data.packing import Loader
 from draftsmith.models.drafter import Drafter
-from draftsmith.models.target import DTYPES, Target
+from draftsmith.models.target import Target
 from draftsmith.train.config import TrainConfig, TrainerConfig
 from draftsmith.train.stages import Schedule
 from draftsmith.train.world import World
@@ -111,7 +112,14 @@ class RunPlan:
 
     @classmethod
     def build(
-        cls, config: TrainConfig, documents: Documents, drafter: Drafter[Any], initialisation: str, batch: BatchShape
+        cls,
+        config: TrainConfig,
+        documents: Documents,
+        drafter: Drafter[Any],
+        *,
+        initialisation: str,
+        cache_bytes: int,
+        batch: BatchShape,
     ) -> RunPlan:
         """Derives the numbers.
 
@@ -129,13 +137,10 @@ class RunPlan:
                 f"optimizer.warmup={config.optimizer.warmup} gives {warmup_steps} warm-up steps of {total_steps} in "
                 "all; lower it, or train for more steps"
             )
-        num_tokens = sum(len(document) for document in documents.documents)
-        width = (len(drafter.target_layer_ids) + 1) * drafter.spec.hidden_size
-        element_bytes = torch.empty(0, dtype=DTYPES[config.target.dtype]).element_size()
         return cls(
             num_documents=len(documents.documents),
             documents_digest=_digest(documents),
-            num_tokens=num_tokens,
+            num_tokens=sum(len(document) for document in documents.documents),
             num_rows=loader.num_rows,
             row_tokens=config.data.row_tokens,
             batch=batch,
@@ -143,7 +148,7 @@ class RunPlan:
             total_steps=total_steps,
             warmup_steps=warmup_steps,
             predictions_per_row=_predictions_per_row(loader, drafter, config.seed),
-            cache_bytes=num_tokens * width * element_bytes,
+            cache_bytes=cache_bytes,
             trainable_parameters=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
             schedule=Schedule.build(config.loss, total_steps),
             initialisation=initialisation,
@@ -198,11 +203,16 @@ def _digest(documents: Documents) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What preview, cache and training begin with."""
+    """What preview, cache and training begin with.
+
+    Attributes:
+        manifest: what a cache of the target's states on these documents must hold.
+    """
 
     target: Target
     documents: Documents
     drafter: Drafter[Any]
+    manifest: CacheManifest
     plan: RunPlan
 
 
@@ -219,5 +229,23 @@ def prepare(config: TrainConfig, world: World) -> Prepared:
     drafter = config.drafter.build(target.spec)
     drafter.check_documents(documents.documents)
     initialisation = drafter.initialise(target)
-    plan = RunPlan.build(config, documents, drafter, initialisation, batch)
-    return Prepared(target=target, documents=documents, drafter=drafter, plan=plan)
+    manifest = CacheManifest.of(
+        documents.documents,
+        target,
+        drafter.target_layer_ids,
+        rendering={
+            "max_length": config.data.max_length,
+            "turns": config.data.turns,
+            "thinking": config.data.thinking,
+        },
+        shard_tokens=config.states.shard_tokens,
+    )
+    plan = RunPlan.build(
+        config,
+        documents,
+        drafter,
+        initialisation=initialisation,
+        cache_bytes=manifest.num_bytes,
+        batch=batch,
+    )
+    return Prepared(target=target, documents=documents, drafter=drafter, manifest=manifest, plan=plan)
