@@ -1,0 +1,293 @@
+"""The cache of target states: the same bits as online, whole or not at all, and never two caches in one folder."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.data import cache
+from draftsmith.data.batch import Document
+from draftsmith.data.cache import CachedStates, CacheManifest, OnlineStates, StatesConfig, build_cache, states_folder
+from draftsmith.models.target import Target, TargetConfig
+
+LAYERS = (0, 1, 3)
+RENDERING = {"max_length": 64, "thinking": None}
+
+
+def load(path: Path, **settings: Any) -> Target:
+    return Target.load(TargetConfig(path=str(path), **settings), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def target(target_path: Path) -> Target:
+    return load(target_path)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for length in (12, 30, 5, 20, 17, 9, 26, 3):
+        tokens = torch.randint(0, 300, (length,), generator=generator)
+        content = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+        supervised = torch.arange(length) > 2
+        made.append(Document(tokens=tokens, supervised=supervised, domain="chat", id=f"{0:016x}-{content}"))
+    return made
+
+
+def manifest_of(documents: list[Document], target: Target, layer_ids: tuple[int, ...] = LAYERS) -> CacheManifest:
+    return CacheManifest.of(documents, target, layer_ids, rendering=RENDERING, shard_tokens=40)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def build(documents: list[Document], target: Target, folder: Path, **ranks: int) -> CacheManifest:
+    manifest = manifest_of(documents, target)
+    build_cache(documents, target, manifest, folder, **ranks)
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def clean(documents: list[Document], target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clean")
+    build(documents, target, folder)
+    return folder
+
+
+def test_cached_equals_online_bit_for_bit(documents: list[Document], target: Target, clean: Path) -> None:
+    online, cached = OnlineStates(target, LAYERS), CachedStates(clean, manifest_of(documents, target))
+    for document in reversed(documents):
+        made, read = online(document), cached(document)
+        assert made.layers.shape == (1, len(document), 3, 32)
+        assert torch.equal(read.layers, made.layers)
+        assert torch.equal(read.final, made.final)
+
+
+def test_logits_rebuilt_from_the_cache_are_the_live_targets(
+    documents: list[Document], target: Target, clean: Path
+) -> None:
+    cached = CachedStates(clean, manifest_of(documents, target))
+    for document in documents:
+        with torch.no_grad():
+            live = target.model(document.tokens[None]).logits
+        rebuilt = target.head.logits(cached(document).final)
+        torch.testing.assert_close(rebuilt, live, atol=1e-4, rtol=0)
+        assert torch.equal(rebuilt.argmax(-1), live.argmax(-1))
+    assert json.loads((clean / "manifest.json").read_text())["final"] == "post_norm"
+
+
+def test_layout_and_size(documents: list[Document], target: Target, clean: Path) -> None:
+    # Lengths 12+30, 5+20+17, 9+26+3: the second of the last three does not reach 40 tokens, the third ends the data.
+    assert sorted(contents(clean)) == ["manifest.json", *(f"shard_{i:05d}.safetensors" for i in range(3))]
+    manifest = manifest_of(documents, target)
+    assert manifest.bytes_per_token == (3 + 1) * 32 * 4 + 8 + 1
+    assert manifest.num_bytes == 122 * manifest.bytes_per_token
+    stored = [value for file in clean.glob("*.safetensors") for value in load_file(file).values()]
+    assert sum(value.numel() * value.itemsize for value in stored) == manifest.num_bytes
+
+
+def test_two_ranks_build_the_same_bytes(documents: list[Document], target: Target, clean: Path, tmp_path: Path) -> None:
+    build(documents, target, tmp_path, rank=1, world_size=2)
+    assert sorted(contents(tmp_path)) == ["manifest.json", "shard_00001.safetensors"]
+    with pytest.raises(ValueError, match=r"unfinished, 2 of 3 files are missing \(first: shard_00000\.safetensors\)"):
+        CachedStates(tmp_path, manifest_of(documents, target))
+    build(documents, target, tmp_path, rank=0, world_size=2)
+    assert contents(tmp_path) == contents(clean)
+
+
+@pytest.mark.parametrize("failing_shard", [0, 2])
+def test_full_disk_leaves_no_half_file_and_a_resume_gives_the_same_bytes(
+    failing_shard: int, documents: list[Document], target: Target, clean: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def full_disk(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        if f"shard_{failing_shard:05d}" in file.name:
+            file.write_bytes(b"half a file")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "save_file", full_disk)
+        with pytest.raises(ValueError, match=r"No space left on device.*run the same command again"):
+            build(documents, target, tmp_path)
+    done = [f"shard_{i:05d}.safetensors" for i in range(failing_shard)]
+    assert sorted(contents(tmp_path)) == ["manifest.json", *done]  # the manifest came before the first shard
+    with pytest.raises(ValueError, match="the cache is unfinished"):
+        CachedStates(tmp_path, manifest_of(documents, target))
+    stamps = {name: (tmp_path / name).stat().st_mtime_ns for name in done}
+    (tmp_path / f".shard_{failing_shard:05d}.safetensors.999.part").write_bytes(b"left by a killed process")
+    build(documents, target, tmp_path)
+    assert contents(tmp_path) == contents(clean)
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in done} == stamps
+
+
+def test_too_little_room_is_said_before_the_first_token(
+    documents: list[Document], target: Target, tmp_path: Path, monkeypatch: Any
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    manifest = manifest_of(documents, target)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, manifest.num_bytes - 1))
+    with pytest.raises(
+        ValueError, match=r"still needs .* GiB \(521 bytes for each token\), the disk has .*states\.mode"
+    ):
+        build(documents, target, tmp_path)
+    assert list(contents(tmp_path)) == ["manifest.json"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, manifest.num_bytes))
+    build(documents, target, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def changes(
+    documents: list[Document], target: Target, new_target: Callable[..., Path], tmp_path_factory: Any
+) -> dict[str, tuple[list[Document], Target, CacheManifest, str]]:
+    """By name: what to build from instead, and what the refusal must say."""
+    other = load(new_target(tmp_path_factory.mktemp("other"), seed=1))  # same shapes, other weights
+    path = tmp_path_factory.mktemp("bfloat16")
+    half = load(new_target(path), dtype="bfloat16")
+    template = path / "template.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    templated = load(path, chat_template=str(template))
+    base = manifest_of(documents, target)
+    longer = replace(base, rendering={**RENDERING, "max_length": 128})
+    thinking = replace(base, rendering={**RENDERING, "thinking": True})
+    before = "in the cache, "
+    return {
+        "weights": (documents, other, manifest_of(documents, other), f"target is {target.fingerprint} {before}"),
+        "dtype": (documents, half, manifest_of(documents, half), f"dtype is float32 {before}bfloat16 here"),
+        "template": (documents, templated, manifest_of(documents, templated), "chat_template is "),
+        "layers": (
+            documents,
+            target,
+            manifest_of(documents, target, (0, 2)),
+            r"layer_ids is (0, 1, 3) in the cache, (0, 2)",
+        ),
+        "max_length": (documents, target, longer, f"rendering.max_length is 64 {before}128 here"),
+        "thinking": (documents, target, thinking, f"rendering.thinking is None {before}True here"),
+        "final": (documents, target, replace(base, final="pre_norm"), f"final is post_norm {before}pre_norm here"),
+        "data": (
+            documents[:4],
+            target,
+            manifest_of(documents[:4], target),
+            "not the same from number 4 on (8 in the cache, 4",
+        ),
+        "order": (documents[::-1], target, manifest_of(documents[::-1], target), "not the same from number 0 on (8 in"),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["weights", "dtype", "template", "layers", "max_length", "thinking", "final", "data", "order"]
+)
+def test_other_settings_are_refused_by_name(name: str, changes: dict[str, Any], clean: Path) -> None:
+    documents, target, manifest, message = changes[name]
+    before = contents(clean)
+    with pytest.raises(ValueError, match="was made with other settings") as refusal:
+        build_cache(documents, target, manifest, clean)
+    assert message in str(refusal.value)
+    with pytest.raises(ValueError, match="was made with other settings"):
+        CachedStates(clean, manifest)
+    assert contents(clean) == before
+
+
+def test_a_missing_row_names_document_file_and_counts(
+    documents: list[Document], target: Target, clean: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(clean, tmp_path / "copy")
+    file = folder / "shard_00001.safetensors"
+    tensors = load_file(file)
+    name = f"{documents[3].id}.final"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=rf"shard_00001.*{documents[3].id} has 19 rows of final for 20 tokens"):
+        CachedStates(folder, manifest_of(documents, target))
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=rf"{documents[3].id} has 0 rows of final for 20 tokens"):
+        CachedStates(folder, manifest_of(documents, target))
+
+
+def test_a_truncated_file_is_refused_by_reading_and_made_anew_by_building(
+    documents: list[Document], target: Target, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(clean, tmp_path / "copy")
+    file = folder / "shard_00001.safetensors"
+    half = file.stat().st_size // 2
+    file.write_bytes(file.read_bytes()[:half])
+    needed = 42 * manifest_of(documents, target).bytes_per_token
+    with pytest.raises(ValueError, match=rf"shard_00001\.safetensors is damaged: {half} bytes, .*need {needed} "):
+        CachedStates(folder, manifest_of(documents, target))
+    build(documents, target, folder)
+    assert contents(folder) == contents(clean)
+    assert "made anew" in " ".join(capsys.readouterr().err.split())
+
+
+def test_states_that_overflow_are_refused_by_document(
+    documents: list[Document], new_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = new_target(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][documents[0].tokens[5]] = 65000.0  # float16 ends at 65504
+    weights["model.layers.1.mlp.down_proj.weight"] *= 1000.0
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    assert float(load(path).states(documents[0].tokens[None], [1]).layers.abs().max()) > 65504
+    half = load(path, dtype="float16")
+    with pytest.raises(ValueError, match=rf"{documents[0].id}: \d+ of 384 states of layer 1 are not finite in float16"):
+        OnlineStates(half, LAYERS)(documents[0])
+    with pytest.raises(ValueError, match="are not finite in float16; load the target with"):
+        build(documents, half, tmp_path / "cache")
+    assert list(contents(tmp_path / "cache")) == ["manifest.json"]
+
+
+def test_no_cache_unknown_document_and_other_tokens(
+    documents: list[Document], target: Target, clean: Path, tmp_path: Path
+) -> None:
+    manifest = manifest_of(documents, target)
+    with pytest.raises(ValueError, match=r"there is no cache of target states here; make it with `draftsmith cache`"):
+        CachedStates(tmp_path, manifest)
+    cached = CachedStates(clean, manifest)
+    with pytest.raises(ValueError, match="document a-b is not in the cache"):
+        cached(replace(documents[0], id="a-b"))
+    with pytest.raises(ValueError, match="with other tokens"):
+        cached(replace(documents[0], tokens=documents[0].tokens + 1))
+    with pytest.raises(ValueError, match=rf"document {documents[0].id} is there 2 times"):
+        manifest_of([*documents, documents[0]], target)
+    with pytest.raises(ValueError, match=r"0-based decoder layers in 0\.\.3"):
+        manifest_of(documents, target, (1, 4))
+    (tmp_path / "manifest.json").write_text('{"format": 0}')
+    with pytest.raises(ValueError, match=r"manifest\.json is not a manifest that this version reads"):
+        CachedStates(tmp_path, manifest)
+
+
+def test_default_folder_is_named_by_content_and_layout_is_kept(
+    documents: list[Document], target: Target, clean: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    manifest = manifest_of(documents, target)
+    folder = states_folder(StatesConfig(), manifest)
+    assert folder == tmp_path / "draftsmith" / "states" / manifest.digest
+    relaid = replace(manifest, shard_tokens=7)
+    assert states_folder(StatesConfig(), relaid) == folder
+    assert states_folder(StatesConfig(), manifest_of(documents[:-1], target)) != folder
+    assert states_folder(StatesConfig(path="here"), manifest) == Path("here")
+    before = contents(clean)
+    build_cache(documents, target, relaid, clean)
+    assert contents(clean) == before
+    assert CachedStates(clean, relaid)(documents[0]).final.shape == (1, 12, 32)
+
+
+def test_config_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"states\.mode=disk: choose one of cached, online"):
+        StatesConfig(mode="disk")
+    with pytest.raises(ValueError, match=r"states\.shard_tokens=0 must be at least 1"):
+        StatesConfig(shard_tokens=0)
