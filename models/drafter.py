@@ -154,3 +154,14 @@ def scatter(stats: TokenStats, valid: Tensor, where: tuple[Tensor, ...]) -> Toke
     """Puts statistics of rows at their places of the grid; other entries are 0 (label_prob 1)."""
 
     return stats.map(lambda value, fill: value.new_full(valid.shape, fill).index_put(where, value))
+
+
+def join(parts: Sequence[TokenStats]) -> TokenStats:
+    """Statistics of several sets of rows (with the same `want`), end to end."""
+    collected: list[list[Tensor]] = []
+    for part in parts:
+        values: list[Tensor] = []
+        part.map(lambda value, _, values=values: values.append(value) or value)  # type: ignore[misc]
+        collected.append(values)
+    joined = iter([torch.cat(values) for values in zip(*collected, strict=True)])
+    return parts[0].map(lambda value, fill: next(joined))

@@ -1,0 +1,310 @@
+"""The MTP drafter: one shared block, unrolled over depths on its own tokens as a server runs it (training-time test).
+
+Column j of a row serves the anchor a = j + 1, depth k serves its step k. At depth 0 the block reads the target's final
+state of j and the token at j + 1; at depth k >= 1 its own output and token of depth k - 1. Its attention sees the
+depth-0 entries of every position up to j in the document, then this column's own entries of depths 1..k: the committed
+prefix and the chain, exactly the KV state that decoding holds. Sources: AngelSpec (arXiv 2607.25852), EAGLE-3
+(arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.data.batch import Batch, TargetStates
+from draftsmith.models.drafter import Drafter, Proposal, join, scatter
+from draftsmith.models.grid import Grid
+from draftsmith.models.head import Head, TokenStats
+from draftsmith.models.mtp_block import Columns, Entries, MTPBlock, MTPBlockConfig, check_choice
+from draftsmith.models.mtp_init import from_last_layer, from_target_mtp
+from draftsmith.models.sampling import distribution, sample
+from draftsmith.models.target import TargetSpec
+
+if TYPE_CHECKING:
+    from draftsmith.models.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPConfig(MTPBlockConfig):
+    """The block (see `MTPBlockConfig`) and how it is unrolled.
+
+    Attributes:
+        num_draft_tokens: D, the number of depths.
+        tokens: what depth k >= 1 reads. own: the drafter's argmax of depth k - 1 (on-policy, as decoding does). gold:
+            the data's token. Labels and teachers are the data's in both.
+        init: random; last_layer: the target's last decoder layer; target_mtp: the checkpoint's own MTP layer.
+        stop_gradient: cut the gradient through the hidden state that depth k hands to depth k + 1.
+        checkpoint_depths: recompute each depth in backward instead of keeping its activations.
+    """
+
+    num_draft_tokens: int = 3
+    tokens: str = "own"
+    init: str = "random"
+    stop_gradient: bool = False
+    checkpoint_depths: bool = False
+
+    def build(self, target_spec: TargetSpec) -> MTP:
+        """An MTP drafter with random weights for a target of this shape.
+
+        Raises:
+            ValueError: a choice or a size that no block can have.
+        """
+        if self.num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}; it must be at least 1")
+        check_choice("tokens", self.tokens, ("own", "gold"))
+        check_choice("init", self.init, ("random", "last_layer", "target_mtp"))
+        return MTP(self, target_spec)
+
+
+@dataclass(slots=True, kw_only=True)
+class MTPCache:
+    """Depth-0 entries of each request's committed prefix, left-aligned.
+
+    Attributes:
+        key: (batch, capacity, kv_head, head_dim).
+        value: like key.
+        lengths: (batch,) how many entries are real.
+        final: (batch, hidden) the target's state at the last of them.
+        pending: observed positions whose entries are made when the embedding is next at hand.
+    """
+
+    key: Tensor
+    value: Tensor
+    lengths: Tensor
+    final: Tensor
+    pending: list[tuple[Tensor, Tensor, Tensor]]
+
+
+Choose = Callable[[int, Tensor], Tensor]
+"""From a depth and its states (column, hidden), the tokens (column,) that the next depth reads."""
+
+
+class MTP(Drafter[MTPCache]):
+    """See the module's docstring."""
+
+    config: MTPConfig
+
+    def __init__(self, config: MTPConfig, spec: TargetSpec) -> None:
+        super().__init__()
+        self.block = MTPBlock(config, spec)
+        self.config = replace(config, **self.block.sizes)
+        self.spec = spec
+        self.target_layer_ids = ()
+        self.num_draft_tokens = config.num_draft_tokens
+
+    def initialise(self, target: Target) -> str:
+        """See `Drafter.initialise`; the ways are those of `MTPConfig.init`."""
+        if self.config.init == "last_layer":
+            return from_last_layer(self.block, target)
+        if self.config.init == "target_mtp":
+            return from_target_mtp(self.block, target)
+        return "MTP block: random weights"
+
+    def forward(self, batch: Batch, grid: Grid, target_head: Head, want: Sequence[str]) -> TokenStats:
+        """Statistics on the grid, each (batch, anchor, step); depth by depth, since own tokens come out of them."""
+        ids, final = batch.input_ids.flatten(), _final(batch)
+        context = self._context(batch, target_head)
+        row, anchor = grid.valid[..., 0].nonzero(as_tuple=True)
+        columns = _columns(batch, grid, row, anchor)
+        valid = grid.valid[row, anchor]
+        parts, places = [], []
+
+        def choose(depth: int, states: Tensor) -> Tensor:
+            live = valid[:, depth].nonzero().squeeze(1)
+            teacher = columns.last[live] + depth + 1
+            stats = target_head.stats(states[live], final[teacher], ids[teacher + 1], want=want)
+            parts.append(stats)
+            places.append((row[live], anchor[live], torch.full_like(live, depth)))
+            if self.config.tokens == "gold" or stats.draft_token is None:
+                return _gold(ids, columns, depth)
+            return torch.zeros_like(row).index_put((live,), stats.draft_token)
+
+        self._unroll(ids[columns.last + 1], final[columns.last], columns, context, target_head, choose)
+        return scatter(join(parts), grid.valid, tuple(torch.cat(index) for index in zip(*places, strict=True)))
+
+    def hidden(self, batch: Batch, grid: Grid, target_head: Head) -> Tensor:
+        """(batch, anchor, step, hidden): the states that meet lm_head; 0 where a chain has no valid step.
+
+        Raises:
+            ValueError: the drafter is trained on its own tokens, which come out of the statistics.
+        """
+        if self.config.tokens != "gold":
+            raise ValueError(
+                "hidden() exists for gold tokens only; build the drafter with tokens=gold, or use forward()"
+            )
+        ids, final = batch.input_ids.flatten(), _final(batch)
+        row, anchor = grid.valid[..., 0].nonzero(as_tuple=True)
+        columns = _columns(batch, grid, row, anchor)
+        first_tokens, context = ids[columns.last + 1], self._context(batch, target_head)
+        states = self._unroll(
+            first_tokens,
+            final[columns.last],
+            columns,
+            context,
+            target_head,
+            lambda depth, _: _gold(ids, columns, depth),
+        )
+        empty = states[0].new_zeros(*grid.valid.shape, self.spec.hidden_size)
+        return empty.index_put((row, anchor), torch.stack(states, 1))
+
+    def _context(self, batch: Batch, target_head: Head) -> Entries:
+        """Depth-0 keys and values of every position, each (batch * seq, kv_head, head_dim).
+
+        A document's last position reads a token of its neighbour here; no chain sees that entry.
+        """
+        next_ids = F.pad(batch.input_ids.flatten()[1:], (0, 1))
+        position_ids = batch.position_ids.flatten()
+
+        def make() -> Entries:
+            embedding = self._embed(next_ids, position_ids, target_head)
+            return self.block.entries(embedding, self._cast(_final(batch)), position_ids)
+
+        return checkpoint(make, use_reentrant=False) if self._recompute else make()
+
+    def _unroll(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        columns: Columns,
+        context: Entries,
+        target_head: Head,
+        choose: Choose,
+    ) -> list[Tensor]:
+        """Runs every depth of every column.
+
+        Args:
+            tokens: (column,), the anchors' tokens, which depth 0 reads.
+            hidden: (column, hidden), the target's final states at the columns.
+
+        Returns:
+            For each depth the states that meet lm_head, (column, hidden).
+        """
+        own: tuple[Entries, ...] = ()
+        states = []
+        hidden = self._cast(hidden)
+        for depth in range(self.num_draft_tokens):
+            embedding = self._embed(tokens, columns.position_ids + depth, target_head)
+            inputs = (embedding, hidden, depth, columns, context, own)
+            if self._recompute:
+                state, hidden, own = checkpoint(self.block, *inputs, use_reentrant=False)
+            else:
+                state, hidden, own = self.block(*inputs)
+            if self.config.stop_gradient:
+                hidden = hidden.detach()
+            states.append(state)
+            tokens = choose(depth, state)
+        return states
+
+    @property
+    def _recompute(self) -> bool:
+        return self.config.checkpoint_depths and torch.is_grad_enabled()
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """In the block's type, whatever the target's is."""
+        return x.to(self.block.eh_proj.weight.dtype)
+
+    def _embed(self, tokens: Tensor, position_ids: Tensor, target_head: Head) -> Tensor:
+        embedding = self._cast(target_head.embed(tokens))
+        if self.config.zero_first_embedding:
+            embedding = embedding.masked_fill((position_ids == 0)[..., None], 0)
+        return embedding
+
+    def new_cache(self, batch_size: int) -> MTPCache:
+        """An empty decoding cache for batch_size requests."""
+        weight = self.block.eh_proj.weight
+        empty = weight.new_empty(batch_size, 0, self.block.num_kv_heads, self.block.head_dim)
+        lengths = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+        final = weight.new_zeros(batch_size, self.spec.hidden_size)
+        return MTPCache(key=empty, value=empty, lengths=lengths, final=final, pending=[])
+
+    def observe(self, cache: MTPCache, states: TargetStates, next_ids: Tensor, lengths: Tensor) -> None:
+        """See `Drafter.observe`. The target's true states replace what the drafter had made up for these positions."""
+        cache.pending.append((states.final, next_ids, lengths))
+
+    @torch.no_grad()
+    def propose(
+        self,
+        cache: MTPCache,
+        anchor_ids: Tensor,
+        target_head: Head,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Proposal:
+        """See `Drafter.propose`.
+
+        Raises:
+            ValueError: a request of which nothing has been observed.
+        """
+        for states, next_ids, lengths in cache.pending:
+            self._absorb(cache, states, next_ids, lengths, target_head)
+        cache.pending.clear()
+        if (cache.lengths == 0).any():
+            raise ValueError("a request has no observed position; observe its prompt before proposing")
+        start = torch.arange(len(anchor_ids), device=anchor_ids.device) * cache.key.shape[1]
+        columns = Columns(first=start, last=start + cache.lengths - 1, position_ids=cache.lengths - 1)
+        tokens, probs, confidence = [], [], []
+
+        def choose(depth: int, states: Tensor) -> Tensor:
+            logits = target_head.logits(states).float()
+            confidence.append(logits.softmax(-1).amax(-1))
+            if temperature == 0:
+                tokens.append(logits.argmax(-1))
+            else:
+                probs.append(distribution(logits, temperature, top_p))
+                tokens.append(sample(probs[-1], generator))
+            return tokens[-1]
+
+        context = (cache.key.flatten(0, 1), cache.value.flatten(0, 1))
+        self._unroll(anchor_ids, cache.final, columns, context, target_head, choose)
+        return Proposal(
+            tokens=torch.stack(tokens, 1),
+            probs=torch.stack(probs, 1) if probs else None,
+            confidence=torch.stack(confidence, 1),
+        )
+
+    def _absorb(self, cache: MTPCache, states: Tensor, next_ids: Tensor, lengths: Tensor, target_head: Head) -> None:
+        """Appends the depth-0 entries of observed positions."""
+        batch, seq = next_ids.shape
+        slot = torch.arange(seq, device=next_ids.device)
+        position_ids = cache.lengths[:, None] + slot
+        embedding = self._embed(next_ids, position_ids, target_head)
+        key, value = self.block.entries(embedding, self._cast(states), position_ids)
+        missing = int((cache.lengths + lengths).max()) - cache.key.shape[1]
+        if missing > 0:
+            growth = max(missing, cache.key.shape[1])
+            cache.key, cache.value = (F.pad(x, (0, 0, 0, 0, 0, growth)) for x in (cache.key, cache.value))
+        row, column = (slot < lengths[:, None]).nonzero(as_tuple=True)
+        where = (row, position_ids[row, column])
+        cache.key[where], cache.value[where] = key[row, column], value[row, column]
+        newest = self._cast(states)[torch.arange(batch, device=slot.device), (lengths - 1).clamp(min=0)]
+        cache.final = torch.where((lengths > 0)[:, None], newest, cache.final)
+        cache.lengths = cache.lengths + lengths
+
+
+def _final(batch: Batch) -> Tensor:
+    """(batch * seq, hidden): the target's final states."""
+    if batch.states is None:
+        raise ValueError("the batch has no target states; load it with states: cached or online")
+    return batch.states.final.flatten(0, 1)
+
+
+def _columns(batch: Batch, grid: Grid, row: Tensor, anchor: Tensor) -> Columns:
+    """The column of each chain (row, anchor), with batch rows laid end to end: a document is a run of entries."""
+    column = grid.anchor_index[row, anchor] - 1
+    position_ids = batch.position_ids[row, column]
+    last = row * batch.input_ids.shape[1] + column
+    return Columns(first=last - position_ids, last=last, position_ids=position_ids)
+
+
+def _gold(ids: Tensor, columns: Columns, depth: int) -> Tensor:
+    """The data's tokens that depth + 1 reads; past the row's end no prediction is valid and any id serves."""
+    return ids[(columns.last + depth + 2).clamp(max=len(ids) - 1)]
