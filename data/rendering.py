@@ -30,7 +30,7 @@ Message = dict[str, str]
 
 TURNS = ("first", "last", "all")
 
-REWRITTEN = "a later prompt differs from what was generated before it (the template rewrites history): a new document begins"
+REWRITTEN = "a later prompt differs from what was generated before it (history is rewritten): a new document begins"
 RETOKENISED = "an answer's first characters merge with the prompt's last: the answer is tokenised by itself"
 CUT = "cut at data.max_length"
 BEYOND = "later answers begin beyond data.max_length and are left out"
