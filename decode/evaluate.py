@@ -61,6 +61,8 @@ class EvaluateConfig(DecodingConfig):
             )
         if self.num_prompts < 1:
             raise ValueError(f"num_prompts is {self.num_prompts}; it must be at least 1")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
@@ -116,6 +118,8 @@ def load_target(config: EvaluateConfig, record: dict[str, Any]) -> Target:
         revision=config.revision if config.target else config.revision or trained.revision,
         attention=config.attention or trained.attention,
     )
+    if Path(wanted.path).is_absolute() and not Path(wanted.path).exists():
+        raise ValueError(f"the drafter's target {wanted.path} is not there; say where it is with target=PATH")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(wanted, device=device)
     check_fingerprint(record, target)  # of weights in the recorded dtype
