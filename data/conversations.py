@@ -38,7 +38,8 @@ ROLES = {
 _PLACES = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: OmegaConf locks list elements of a frozen class, and `data.sources.0...=` could not override them.
+@dataclass(slots=True, kw_only=True)
 class SourceConfig:
     """One source of conversations.
 
@@ -140,7 +141,12 @@ def count(places: Places) -> int:
 
 def _line(reason: str, places: Sequence[str]) -> str:
     more = f" and {len(places) - _PLACES:,} more" if len(places) > _PLACES else ""
-    return f"{len(places):,}: {reason} ({', '.join(places[:_PLACES])}{more})"
+    shown, last = [], ""
+    for place in places[:_PLACES]:
+        name, _, number = Path(place).name.rpartition(":")
+        shown.append(number if name and name == last else Path(place).name)
+        last = name
+    return f"{len(places):,}: {reason} ({', '.join(shown)}{more})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
