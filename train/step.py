@@ -96,6 +96,7 @@ class DrafterWithObjective(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        assert not list(drafter.parameters(recurse=False)), "see forward"
         self.drafter = drafter
         self.schedule = schedule
         self.domains = domains
@@ -106,7 +107,9 @@ class DrafterWithObjective(nn.Module):
         self, batch: Batch, grid: Grid, target_head: Head, step: int, counts: Counts
     ) -> tuple[Tensor, dict[str, Ratio]]:
         """This micro-batch's part of the loss, and what it measured as sums with their counts."""
-        stats = self.drafter(batch, grid, target_head, self.schedule.want(step)).masked(grid.valid)
+        # Not through __call__: ZeRO-3's hook on a module reads its output's __dict__, and TokenStats has slots. The
+        # drafter owns no parameter itself; the hooks of its parts gather theirs.
+        stats = self.drafter.forward(batch, grid, target_head, self.schedule.want(step)).masked(grid.valid)
         self.finite.look_at_inputs(batch, stats)
         measured: dict[str, Ratio] = {}
         loss = torch.zeros((), device=grid.valid.device)

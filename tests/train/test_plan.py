@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_run import tiny_config
+
+from draftsmith.train.config import TrainerConfig
+from draftsmith.train.plan import BatchShape, prepare
+from draftsmith.train.world import World
+
+
+def shape(rows: int | None, micro: int | None, accumulation: int | None, world_size: int) -> tuple[int, int, int]:
+    config = TrainerConfig(rows_per_step=rows, rows_per_micro_batch=micro, accumulation_steps=accumulation)
+    derived = BatchShape.derive(config, world_size)
+    return derived.rows_per_step, derived.rows_per_micro_batch, derived.accumulation_steps
+
+
+def test_the_third_number_follows_from_two_and_the_ranks() -> None:
+    assert shape(16, 1, None, 1) == (16, 1, 16)
+    assert shape(16, 1, None, 2) == (16, 1, 8)
+    assert shape(16, None, 4, 2) == (16, 2, 4)
+    assert shape(None, 3, 4, 2) == (24, 3, 4)
+    assert shape(16, 1, 8, 2) == (16, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((16, 1, 8, 1), "rows_per_step=16 is not rows_per_micro_batch=1 x accumulation_steps=8 x 1 rank = 8"),
+        ((6, 4, None, 1), "rows_per_step=6 is no multiple of rows_per_micro_batch=4 x 1 rank = 4; choose "),
+        ((6, 4, None, 2), "no multiple of rows_per_micro_batch=4 x 2 ranks = 8; choose trainer.rows_per_step=8,"),
+        ((6, None, None, 1), "give two of the three"),
+    ],
+)
+def test_impossible_batches_are_refused_with_what_would_work(given: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shape(*given)
+
+
+def test_ranks_share_the_rows_of_a_step_without_overlap() -> None:
+    batch = BatchShape.derive(TrainerConfig(rows_per_step=12, rows_per_micro_batch=2), 3)
+    rows: list[int | None] = [*range(10), None, None]
+    own = [batch.own_rows(rows, rank) for rank in range(3)]
+    assert own == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [None, None]]]
+
+
+def test_steps_or_epochs_but_not_both() -> None:
+    with pytest.raises(ValueError, match=r"give exactly one of the two; add trainer\.epochs=null"):
+        TrainerConfig(steps=5)
+    with pytest.raises(ValueError, match=r"give exactly one of the two; add trainer\.epochs=1"):
+        TrainerConfig(epochs=None)
+
+
+def test_the_plan_tells_what_will_happen(world: World, target_path: Path, conversations: Path, tmp_path: Path) -> None:
+    config = tiny_config(target_path, conversations, tmp_path)
+    prepared = prepare(config, world)
+    plan = prepared.plan
+    tokens = sum(len(document) for document in prepared.documents.documents)
+    assert (plan.num_documents, plan.num_rows, plan.steps_per_epoch, plan.total_steps) == (10, 10, 5, 10)
+    assert plan.warmup_steps == 4
+    assert plan.num_tokens == tokens
+    # Two captured layers and the final state, hidden 32, float32; a token id and its supervision.
+    assert plan.cache_bytes == tokens * (3 * 32 * 4 + 8 + 1)
+    assert plan.trainable_parameters == sum(p.numel() for p in prepared.drafter.parameters())
+    # 8 anchors drawn in each row, at most 3 steps after each.
+    assert 8 * 2 < plan.predictions_per_row <= 8 * 3
+    console = Console(record=True, width=120, quiet=False, file=(tmp_path / "out").open("w"))
+    plan.print(console)
+    text = console.export_text()
+    for expected in ("10 with", "2 = 1 per micro-batch x 2 accumulated x 1 rank(s)", "10 (5 per epoch), 4 of warm-up"):
+        assert expected in text
+    assert re.search(r"lk_dpace\s+│\s+1", text)
+
+
+def test_warm_up_longer_than_the_run_is_refused(
+    world: World, target_path: Path, conversations: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(target_path, conversations, tmp_path)
+    with pytest.raises(ValueError, match=r"optimizer\.warmup=10(\.0)? gives 10 warm-up steps of 10 in all"):
+        prepare(replace(config, optimizer=replace(config.optimizer, warmup=10)), world)
