@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+# Queries and keys of one tile of the block mask, as FlexAttention's kernels are tuned for.
+FLEX_TILE = 128
 
 # Scores of one group of anchors: small enough to stay near the cache, large enough for efficient products.
 TILE_BYTES = 8 << 20
@@ -205,3 +210,72 @@ def _probs(group: Group, q: Tensor, k: Tensor, context_k: Tensor) -> Tensor:
     )
     scores[..., num_keys:] = queries @ own_keys.mT
     return scores.softmax(dim=-1).to(q.dtype)
+
+
+def flex_block_attention(blocks: Blocks, seq: int) -> Attend:
+    """The same attention as one FlexAttention call over keys [context ; all blocks], compiled on CUDA.
+
+    Args:
+        seq: length of the context.
+    """
+    return partial(_attend_by_flex, blocks, flex_block_mask(blocks, seq))
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _attend_by_flex(
+    blocks: Blocks, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor
+) -> Tensor:
+    kernel = _compiled_flex() if q.is_cuda else flex_attention
+    keys = torch.cat((context_k, k.flatten(1, 2)), dim=1)
+    values = torch.cat((context_v, v.flatten(1, 2)), dim=1)
+    out = kernel(
+        q.flatten(1, 2).transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        block_mask=mask,
+        enable_gqa=q.shape[3] != k.shape[3],
+    )
+    out = out.transpose(1, 2).reshape(q.shape)
+    return out.masked_fill(~blocks.exists[..., None, None, None], 0)
+
+
+def flex_block_mask(blocks: Blocks, seq: int) -> BlockMask:
+    """Which tiles of (query, key) FlexAttention visits, from two ranges of keys for each query; no dense grid.
+
+    Queries are the blocks' slots in order; keys are the context, then the blocks' slots.
+    """
+    batch, num_anchors = blocks.anchor.shape
+    num_queries, size = num_anchors * blocks.size, blocks.size
+    slots = torch.arange(num_queries, device=blocks.anchor.device)
+    owner = slots // size
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, own = query // size, key - seq
+        in_context = sees_context(key, query % size, blocks.start[row, block], blocks.anchor[row, block], blocks.window)
+        return torch.where(own < 0, in_context & blocks.exists[row, block], own // size == block)
+
+    # The context that a query may see, [low, high), empty where its block is invalid; then its own block's slots.
+    low = torch.where(blocks.exists, blocks.start, seq)[:, owner]
+    high = torch.where(blocks.exists, blocks.anchor, 0)[:, owner]
+    own_low = (seq + owner * size).expand(batch, -1)
+    needed = _tiles(low, high, seq + num_queries) | _tiles(own_low, own_low + size, seq + num_queries)
+    return BlockMask.from_kv_blocks(
+        needed.sum(-1, dtype=torch.int32)[:, None],
+        needed.int().argsort(dim=-1, descending=True, stable=True).int()[:, None],
+        BLOCK_SIZE=FLEX_TILE,
+        mask_mod=sees,
+        seq_lengths=(num_queries, seq + num_queries),
+    )
+
+
+def _tiles(low: Tensor, high: Tensor, num_keys: int) -> Tensor:
+    """Tiles that any query of a tile reaches. low, high: (batch, query) -> (batch, query tile, key tile) bool."""
+    padding = -low.shape[1] % FLEX_TILE
+    low = F.pad(low, (0, padding), value=num_keys).unflatten(1, (-1, FLEX_TILE)).amin(-1, keepdim=True)
+    high = F.pad(high, (0, padding), value=0).unflatten(1, (-1, FLEX_TILE)).amax(-1, keepdim=True)
+    first = torch.arange(0, num_keys, FLEX_TILE, device=low.device)
+    return (first < high) & (first + FLEX_TILE > low)

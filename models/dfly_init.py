@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.models.layers import RMSNorm
 from draftsmith.models.target import Target
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 FUSION_PEAK = 6.0
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def initialise(drafter: DFly, target: Target) -> str:
@@ -32,8 +32,14 @@ def initialise(drafter: DFly, target: Target) -> str:
         One sentence that says what was done.
 
     Raises:
-        ValueError: init=target_layers where the target's layers cannot be copied, naming the reason.
+        ValueError: another target than the drafter was built for; or init=target_layers where the target's layers
+            cannot be copied, naming the reason.
     """
+    if (target.spec.hidden_size, target.spec.num_layers) != (drafter.spec.hidden_size, drafter.spec.num_layers):
+        raise ValueError(
+            f"the drafter was built for a target with hidden {drafter.spec.hidden_size} and {drafter.spec.num_layers} "
+            f"layers, this one has {target.spec.hidden_size} and {target.spec.num_layers}: build it from target.spec"
+        )
     if drafter.config.init == "random":
         return "draft layers start from random weights"
     reason = why_not(drafter, target)
@@ -55,9 +61,9 @@ def why_not(drafter: DFly, target: Target) -> str | None:
     """Why the target's layers cannot be copied into this drafter; None where they can."""
     shape, spec = drafter.shape, drafter.spec
     sources = source_layers(drafter)
-    if len(sources) < len(drafter.layers):
+    if len(sources) < drafter.config.num_layers:
         return (
-            f"drafter.num_layers={len(drafter.layers)}, but only {len(sources)} of the captured layers "
+            f"drafter.num_layers={drafter.config.num_layers}, but only {len(sources)} of the captured layers "
             f"{list(drafter.target_layer_ids)} have a layer after them"
         )
     for name, own, theirs in (
@@ -65,17 +71,21 @@ def why_not(drafter: DFly, target: Target) -> str | None:
         ("num_kv_heads", shape.num_kv_heads, spec.num_kv_heads),
         ("head_dim", shape.head_dim, spec.head_dim),
         ("intermediate_size", shape.intermediate_size, spec.intermediate_size),
+        ("qk_norm", shape.qk_norm, spec.qk_norm),
+        ("qkv_bias", shape.qkv_bias, spec.qkv_bias),
     ):
         if own != theirs:
             return f"drafter.{name}={own} differs from the target's {theirs}"
     for index in sources:
-        reason = _why_not_layer(target, index + 1)
+        reason = _why_not_layer(drafter, target, index + 1)
         if reason is not None:
             return f"the target's layer {index + 1} {reason}"
+    if norm_scale(target.final_norm, spec.hidden_size, spec.rms_norm_eps) is None:
+        return f"the target's final norm is {type(target.final_norm).__name__}, no RMSNorm"
     return None
 
 
-def _why_not_layer(target: Target, index: int) -> str | None:
+def _why_not_layer(drafter: DFly, target: Target, index: int) -> str | None:
     """Why one target layer is not a plain pre-norm decoder layer with full rotary attention and a SwiGLU MLP."""
     spec, layer = target.spec, target.decoder_layer(index)
     # The layer and its configuration are transformers': attributes that a model family lacks are absent.
@@ -85,34 +95,31 @@ def _why_not_layer(target: Target, index: int) -> str | None:
         return f"is no plain pre-norm layer: its parts are {', '.join(sorted(parts))}"
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
-    if not MLP_PARTS.issubset(name for name, _ in mlp.named_children()):
-        return f"has no dense SwiGLU MLP but {type(mlp).__name__}"
-    if getattr(config, "hidden_act", None) != "silu":
-        return f"has the activation {getattr(config, 'hidden_act', None)} in its MLP, not silu"
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types and layer_types[index] != "full_attention":
-        return f"has {layer_types[index]}"
-    if getattr(attention, "sliding_window", None) or getattr(attention, "is_sliding", False):
-        return "has sliding-window attention"
-    no_rope = getattr(config, "no_rope_layers", None)
-    if no_rope and not no_rope[index]:
-        return "has no rotary embedding"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "caps its attention scores"
-    if getattr(config, "residual_multiplier", 1.0) != 1.0:
-        return f"scales its residual branches by {config.residual_multiplier}"
-    if abs(getattr(attention, "scaling", spec.head_dim**-0.5) - spec.head_dim**-0.5) > 1e-6:
-        return f"scales attention scores by {attention.scaling}, not by 1/sqrt(head_dim)"
-    known = {f"{p}_proj.weight" for p in "qkvo"}
-    extra = {name for name, _ in attention.named_parameters()} - known
-    if extra:
-        return f"has attention parameters that this drafter lacks: {', '.join(sorted(extra))}"
-    biased = [name for name, _ in mlp.named_parameters() if name.endswith("bias")]
-    if biased:
-        return f"has MLP biases: {', '.join(biased)}"
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        if norm_scale(layer.get_submodule(name), spec.hidden_size, spec.rms_norm_eps) is None:
-            return f"has {type(layer.get_submodule(name)).__name__}, no RMSNorm"
+    activation = getattr(config, "hidden_act", None)
+    no_rope, layer_types = getattr(config, "no_rope_layers", None), getattr(config, "layer_types", None)
+    scaling = getattr(attention, "scaling", spec.head_dim**-0.5)
+    for found, complaint in (
+        (layer_types and layer_types[index] != "full_attention", f"has {layer_types and layer_types[index]}"),
+        (getattr(attention, "sliding_window", None), "has sliding-window attention"),
+        (no_rope and not no_rope[index], "has no rotary embedding"),
+        (getattr(config, "attn_logit_softcapping", None), "caps its attention scores"),
+        (abs(scaling - spec.head_dim**-0.5) > 1e-6, f"scales scores by {scaling}, not by 1 / sqrt(head_dim)"),
+        (getattr(config, "residual_multiplier", 1.0) != 1.0, "scales its residual branches"),
+        (activation != "silu", f"has the activation {activation} in its MLP, not silu"),
+    ):
+        if found:
+            return complaint
+    own: Any = drafter.backbone.layers[0]
+    for name, theirs, ours in (("attention", attention, own.self_attn), ("MLP", mlp, own.mlp)):
+        mine = {key: value.shape for key, value in ours.named_parameters() if not key.startswith("context_")}
+        differing = mine.items() ^ {(key, value.shape) for key, value in theirs.named_parameters()}
+        if differing:
+            return f"has another {name} than the drafter's: {', '.join(sorted({key for key, _ in differing}))}"
+    norms = [(layer.get_submodule(n), spec.hidden_size) for n in ("input_layernorm", "post_attention_layernorm")]
+    norms += [(attention.get_submodule(n), spec.head_dim) for n in ("q_norm", "k_norm") if spec.qk_norm]
+    for norm, width in norms:
+        if norm_scale(norm, width, spec.rms_norm_eps) is None:
+            return f"has {type(norm).__name__}, no RMSNorm"
     return None
 
 
@@ -144,10 +151,10 @@ def copy_target_layers(drafter: DFly, target: Target, fusion_peak: float = FUSIO
         The target layers that were copied.
     """
     sources = source_layers(drafter)
-    for draft_layer, index in zip(drafter.layers, sources, strict=True):
-        _copy_layer(draft_layer, target.decoder_layer(index + 1), drafter)
+    for draft_layer, index in zip(drafter.backbone.layers, sources, strict=True):
+        _copy_layer(draft_layer, target.decoder_layer(index + 1))
     places = [drafter.target_layer_ids.index(index) for index in sources]
-    context = drafter.context
+    context = drafter.backbone.context
     if context.projection is not None:
         context.projection.weight.zero_()
     if context.fusion is not None:
@@ -156,23 +163,30 @@ def copy_target_layers(drafter: DFly, target: Target, fusion_peak: float = FUSIO
     elif context.projection is not None:
         hidden = drafter.spec.hidden_size
         context.projection.weight[:, places[-1] * hidden : (places[-1] + 1) * hidden] = torch.eye(hidden)
-    scale = norm_scale(target.final_norm, drafter.spec.hidden_size, drafter.spec.rms_norm_eps)
-    if scale is not None:
-        drafter.norm.weight.copy_(scale)
+    drafter.backbone.norm.weight.copy_(_scale(target.final_norm, drafter.backbone.norm))
     return [index + 1 for index in sources]
 
 
-def _copy_layer(draft_layer: Any, layer: Any, drafter: DFly) -> None:
-    hidden, eps = drafter.spec.hidden_size, drafter.spec.rms_norm_eps
-    input_scale = norm_scale(layer.input_layernorm, hidden, eps)
-    mlp_scale = norm_scale(layer.post_attention_layernorm, hidden, eps)
-    assert input_scale is not None
-    assert mlp_scale is not None
+def _copy_layer(draft_layer: Any, layer: Any) -> None:
     draft_layer.input_layernorm.weight.fill_(1)
-    draft_layer.post_attention_layernorm.weight.copy_(mlp_scale)
+    draft_layer.post_attention_layernorm.weight.copy_(
+        _scale(layer.post_attention_layernorm, draft_layer.post_attention_layernorm)
+    )
+    draft_layer.mlp.load_state_dict(layer.mlp.state_dict())
     own, theirs = draft_layer.self_attn, layer.self_attn
-    for name in ("q_proj", "k_proj", "v_proj"):
-        own.get_submodule(name).weight.copy_(theirs.get_submodule(name).weight.float() * input_scale)
-    own.o_proj.weight.copy_(theirs.o_proj.weight)
-    for name in sorted(MLP_PARTS):
-        draft_layer.mlp.get_submodule(name).weight.copy_(layer.mlp.get_submodule(name).weight)
+    own.load_state_dict({**own.state_dict(), **theirs.state_dict()})
+    input_scale = _scale(layer.input_layernorm, draft_layer.input_layernorm)
+    for projection in (own.q_proj, own.k_proj, own.v_proj):
+        projection.weight.mul_(input_scale)
+    if own.q_norm is not None:
+        own.q_norm.weight.copy_(_scale(theirs.q_norm, own.q_norm))
+        own.k_norm.weight.copy_(_scale(theirs.k_norm, own.k_norm))
+    if own.context_k_proj is not None:
+        own.context_k_proj.load_state_dict(own.k_proj.state_dict())
+        own.context_v_proj.load_state_dict(own.v_proj.state_dict())
+
+
+def _scale(norm: nn.Module, own: RMSNorm) -> Tensor:
+    scale = norm_scale(norm, own.weight.numel(), own.eps)
+    assert scale is not None
+    return scale

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class TargetSpec:
     Attributes:
         rms_norm_eps: the target's own, whatever kind of norm it has; 1e-6 where its configuration names none.
         intermediate_size: width of its dense MLP; four times hidden where its configuration names none.
+        qk_norm: its attention norms each head's queries and keys before the rotary embedding.
+        qkv_bias: its query, key and value projections have biases.
         rope_parameters: the full-attention RoPE parameters in transformers' spelling (rope_type, rope_theta, ...).
         rope_inv_freq: (rotary_dim / 2,) inverse frequencies computed from them.
         rope_attention_scaling: what cos and sin are multiplied with.
@@ -78,6 +80,8 @@ class TargetSpec:
     rope_inv_freq: tuple[float, ...]
     rope_attention_scaling: float = 1.0
     mask_token_id: int | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
 
     @classmethod
     def of(cls, text_config: Any, mask_token_id: int | None = None) -> TargetSpec:
@@ -121,7 +125,6 @@ class Target:
 
     def __init__(self, *, config: TargetConfig, spec: TargetSpec, tokenizer: Any, model: Any) -> None:
         self.config = config
-        self.spec = spec
         self.tokenizer = tokenizer
         self.model = model.eval().requires_grad_(False)
         self.device = self.model.device
@@ -130,6 +133,7 @@ class Target:
         names = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._layers = _decoder_layers(self._decoder, spec.num_layers)
+        self.spec = _with_attention_parts(spec, self._layers)
         self.head: Head = build_head(self.model, self._decoder)
         self._final_norm = check_head(self.model, self._decoder, self._layers, self.head, spec)
 
@@ -340,6 +344,17 @@ def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
             "this architecture is not supported as a target"
         )
     return lists[0]
+
+
+def _with_attention_parts(spec: TargetSpec, layers: nn.ModuleList) -> TargetSpec:
+    """What no configuration says in one way: whether attention has norms of each head's q and k, and biases."""
+    for layer in layers:
+        attention: Any = getattr(layer, "self_attn", None)
+        if isinstance(getattr(attention, "q_proj", None), nn.Linear):
+            norm = getattr(attention, "q_norm", None)
+            by_head = norm is not None and [p.shape for p in norm.parameters()] == [(spec.head_dim,)]
+            return replace(spec, qk_norm=by_head, qkv_bias=attention.q_proj.bias is not None)
+    return spec
 
 
 def _tensor_hash(tensor: Tensor) -> str:

@@ -10,7 +10,15 @@ from references import block_attention, block_sees
 from torch import Tensor
 
 from draftsmith.models import block_attention as module
-from draftsmith.models.block_attention import Blocks, document_starts, group_blocks, grouped_attention, sees_context
+from draftsmith.models.block_attention import (
+    Blocks,
+    document_starts,
+    flex_block_attention,
+    flex_block_mask,
+    group_blocks,
+    grouped_attention,
+    sees_context,
+)
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -119,3 +127,59 @@ def test_bfloat16_is_close_to_float64():
         torch.autograd.grad(out.sum(), rough), torch.autograd.grad(expected.sum(), exact), strict=True
     ):
         torch.testing.assert_close(own.double(), reference, rtol=0.05, atol=0.05 * float(reference.abs().max()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flex_attention_equals_grouped_attention(case):
+    """FlexAttention uncompiled, which the CPU has forward only: the same predicate, the same values."""
+    documents, anchors, exists, size, window = CASES[case]
+    blocks = make_blocks(documents, anchors, exists, size, window)
+    inputs = [x.detach() for x in make_inputs(blocks, len(documents[0]))]
+    out = flex_block_attention(blocks, len(documents[0]))(*inputs)
+    torch.testing.assert_close(out, grouped_attention(blocks, HEADS)(*inputs), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [7, 8, 16])
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_block_mask_visits_the_tiles_that_hold_something_visible_and_few_others(size, window):
+    lengths, seq = [300, 200, 100], 700
+    documents = [[i for i, n in enumerate(lengths) for _ in range(n)] + [-1] * 100] * 2
+    draw = random.Random(0)
+    anchors = [sorted(draw.sample(range(1, 600), 40)) for _ in range(2)]
+    exists = [[True] * 40, [True] * 30 + [False] * 10]
+    blocks = make_blocks(documents, anchors, exists, size, window)
+    mask = flex_block_mask(blocks, seq)
+    num_queries = 40 * size
+    visited = mask.to_dense()[:, 0].bool()
+    q, k = torch.arange(num_queries), torch.arange(seq + num_queries)
+    for row in range(2):
+        visible = mask.mask_mod(torch.tensor(row), torch.tensor(0), q[:, None], k[None])
+        padded = torch.zeros(128 * visited.shape[1], 128 * visited.shape[2], dtype=torch.bool)
+        padded[:num_queries, : seq + num_queries] = visible
+        needed = padded.unflatten(1, (-1, 128)).any(-1).unflatten(0, (-1, 128)).any(1)
+        assert (visited[row] | ~needed).all()
+        assert int(visited[row].sum()) <= 1.7 * int(needed.sum()) + visited.shape[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 50])
+def test_compiled_flex_attention_equals_grouped_attention_on_cuda(window):
+    documents = [[i for i, n in enumerate([300, 200, 100]) for _ in range(n)] + [-1] * 40] * 2
+    draw = random.Random(0)
+    anchors = [sorted(draw.sample(range(1, 600), 40)) for _ in range(2)]
+    blocks = make_blocks(documents, anchors, [[True] * 40, [True] * 30 + [False] * 10], 8, window)
+    shapes = [(2, 40, 8, 8, 64), (2, 40, 8, 2, 64), (2, 40, 8, 2, 64), (2, 640, 2, 64), (2, 640, 2, 64)]
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    on_device = [x.detach().cuda().requires_grad_() for x in exact]
+    moved = Blocks(
+        start=blocks.start.cuda(), anchor=blocks.anchor.cuda(), exists=blocks.exists.cuda(), size=8, window=window
+    )
+    out, expected = flex_block_attention(moved, 640)(*on_device), grouped_attention(blocks, 8)(*exact)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-2, atol=1e-2)  # TF32 products
+    for own, reference in zip(
+        torch.autograd.grad(out.square().sum(), on_device),
+        torch.autograd.grad(expected.square().sum(), exact),
+        strict=True,
+    ):
+        torch.testing.assert_close(own.cpu(), reference, rtol=2e-2, atol=2e-2 * float(reference.abs().max()))

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Batch, Document, TargetStates
-from draftsmith.models.dfly import DFly, DFlyConfig, fusion_logits, spread_layers
+from draftsmith.models.dfly import DFly, DFlyConfig
+from draftsmith.models.dfly_layers import fusion_logits
+from draftsmith.models.dfly_shape import spread_layers
 from draftsmith.models.drafter import stats_on_grid
 from draftsmith.models.grid import Grid, build_grid
-from draftsmith.models.head import Head
+from draftsmith.models.head import Head, StatsOptions, TokenStats
 from draftsmith.models.target import TargetSpec
 
 HIDDEN, VOCAB, MASK = 32, 50, 49
@@ -31,10 +33,13 @@ SPEC = TargetSpec(
     mask_token_id=MASK,
 )
 
+EAGER = StatsOptions(compile=False)  # no compilation for a few rows
+
 VARIANTS = {
     "dflash": {"context": "shared", "head": "none"},
     "dflare": {"context": "fused", "head": "none"},
     "dfly": {"context": "hybrid", "head": "correction"},
+    "dspark": {"context": "shared", "head": "markov", "confidence_head": True, "markov_rank": 4},
     "windowed": {"context": "hybrid", "head": "correction", "sliding_window": 5},
 }
 
@@ -51,7 +56,7 @@ def new_drafter(*, seed: int = 0, **settings) -> DFly:
 def new_head(seed: int = 1) -> Head:
     generator = torch.Generator().manual_seed(seed)
     embedding, lm_head = torch.randn(2, VOCAB, HIDDEN, generator=generator)
-    return Head(embedding, lm_head)
+    return Head(embedding, lm_head).with_options(EAGER)
 
 
 def new_batch(lengths: list[list[int]], drafter: DFly, *, seq: int | None = None, seed: int = 2) -> Batch:
@@ -96,8 +101,19 @@ def grid_at(batch: Batch, anchors: list[list[int]], drafter: DFly) -> Grid:
     )
 
 
+def grid_logits(drafter: DFly, batch: Batch, grid: Grid, target_head: Head) -> Tensor:
+    """(batch, anchor, step, vocab), the Markov head's bias included."""
+    logits = target_head.logits(drafter.hidden(batch, grid, target_head))
+    if drafter.markov is not None:
+        steps = torch.arange(drafter.num_draft_tokens)
+        position = (grid.anchor_index[..., None] + steps).clamp(max=batch.input_ids.shape[1] - 1)
+        rows, basis = drafter.markov(batch.input_ids.gather(1, position.flatten(1)).view_as(position))
+        logits = logits + rows @ basis.T
+    return logits
+
+
 def moved(before: Tensor, after: Tensor) -> list[list[bool]]:
-    """For each anchor and step of the first row, whether its state changed at all."""
+    """For each anchor and step of the first row, whether its logits changed at all."""
     return (before != after).any(-1)[0].tolist()
 
 
@@ -111,22 +127,22 @@ def test_no_slot_depends_on_what_it_must_not_see(variant):
     states = batch.states
     assert states is not None
     with torch.no_grad():
-        before = drafter.hidden(batch, grid, target_head)
+        before = grid_logits(drafter, batch, grid, target_head)
         for position in range(24):
             layers = states.layers.clone()
             layers[0, position] += 1
-            after = drafter.hidden(changed(batch, layers=layers), grid, target_head)
+            after = grid_logits(drafter, changed(batch, layers=layers), grid, target_head)
             # Slots of a block see each other, so a block that sees a feature at all changes as a whole.
             sees = [position < a and (window is None or position > a - window) for a in anchors]
             assert moved(before, after) == [[s] * 7 for s in sees], position
 
             tokens = batch.input_ids.clone()
             tokens[0, position] = (tokens[0, position] + 1) % MASK
-            after = drafter.hidden(changed(batch, input_ids=tokens), grid, target_head)
+            after = grid_logits(drafter, changed(batch, input_ids=tokens), grid, target_head)
             expected = []
             for a in anchors:
                 offset = position - a  # step s reads the anchor's token, and its predecessor at a + s in the head part
-                steps = [offset == 0 or (offset == s and drafter.correction is not None) for s in range(7)]
+                steps = [offset == 0 or (offset == s and drafter.config.head != "none") for s in range(7)]
                 expected.append([s and v for s, v in zip(steps, grid.valid[0, anchors.index(a)].tolist(), strict=True)])
             got = [
                 [m and v for m, v in zip(*pair, strict=True)]
@@ -135,13 +151,18 @@ def test_no_slot_depends_on_what_it_must_not_see(variant):
             assert got == expected, position
 
 
+def total(stats: TokenStats) -> Tensor:
+    value = (stats.ce + stats.kl + stats.tv).sum()
+    return value if stats.confidence_logit is None else value + stats.confidence_logit.square().sum()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_rows_equal_single_documents(variant):
     drafter, target_head = new_drafter(**VARIANTS[variant]), new_head()
     packed = new_batch([[9, 7, 12]], drafter, seq=31)
     grid = grid_at(packed, [[1, 4, 7, 10, 14, 17, 20, 26]], drafter)
     stats = drafter(packed, grid, target_head, ("ce", "kl", "tv"))
-    (stats.ce + stats.kl + stats.tv).sum().backward()
+    total(stats).backward()
     expected = [p.grad.clone() for p in drafter.parameters()]
     drafter.zero_grad()
 
@@ -160,7 +181,7 @@ def test_packed_rows_equal_single_documents(variant):
         own = grid.anchor_index[0][(grid.anchor_index[0] >= begin) & (grid.anchor_index[0] < begin + length)] - begin
         single = drafter(document, grid_at(document, [own.tolist()], drafter), target_head, ("ce", "kl", "tv"))
         alone.append(single.ce[0])
-        (single.ce + single.kl + single.tv).sum().backward()
+        total(single).backward()
         begin += length
     torch.testing.assert_close(torch.cat(alone), stats.ce[0], rtol=1e-5, atol=1e-6)
     for own_grad, parameter in zip(expected, drafter.parameters(), strict=True):
@@ -270,10 +291,13 @@ def test_propose_equals_the_training_forward(variant):
     for row, anchor in enumerate(anchors.tolist()):
         tokens[row, anchor + 1 : anchor + 8] = proposal.tokens[row]
     forced = changed(batch, input_ids=tokens)
-    hidden = drafter.hidden(forced, grid_at(forced, [[a] for a in anchors.tolist()], drafter), target_head)
-    logits = target_head.logits(hidden[:, 0])
+    grid = grid_at(forced, [[a] for a in anchors.tolist()], drafter)
+    logits = grid_logits(drafter, forced, grid, target_head)[:, 0]
     assert torch.equal(logits.argmax(-1), proposal.tokens)
-    torch.testing.assert_close(proposal.confidence, logits.softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
+    confidence = logits.softmax(-1).amax(-1)
+    if drafter.confidence is not None:
+        confidence = drafter.confidence(drafter.hidden(forced, grid, target_head)[:, 0])[..., 0].sigmoid()
+    torch.testing.assert_close(proposal.confidence, confidence, rtol=1e-4, atol=1e-6)
 
 
 def test_sampled_drafts_come_with_their_distributions():
@@ -308,7 +332,7 @@ def test_sampled_drafts_come_with_their_distributions():
 def test_hybrid_context_by_hand():
     drafter = new_drafter(num_layers=3)
     layers = torch.randn(2, 5, 5, HIDDEN)
-    encoder = drafter.context
+    encoder = drafter.backbone.context
     contexts = encoder(layers)
     for i in range(3):
         weights = torch.exp(encoder.fusion[i]) / torch.exp(encoder.fusion[i]).sum()
@@ -326,11 +350,11 @@ def test_equal_fusion_rows_are_dflash_with_another_projection():
     dflash = new_drafter(context="shared", head="none")
     row = torch.randn(5)
     with torch.no_grad():
-        dfly.context.fusion.copy_(row)
+        dfly.backbone.context.fusion.copy_(row)
     weights = dict(dfly.state_dict())
-    del weights["context.fusion"]
+    del weights["backbone.context.fusion"]
     eye = torch.cat([p * torch.eye(HIDDEN) for p in row.softmax(-1)], dim=1)
-    weights["context.projection.weight"] = weights["context.projection.weight"] + eye
+    weights["backbone.context.projection.weight"] = weights["backbone.context.projection.weight"] + eye
     dflash.load_state_dict(weights)
     target_head = new_head()
     batch = new_batch([[20]], dfly)
@@ -367,7 +391,7 @@ def test_fusion_starts_as_published():
     assert torch.equal(fusion_logits(1, 3), torch.tensor([[-4.0, -2.0, 0.0]]))
     expected = torch.tensor([[0.0, -2, -4, -6, -8], [-4, -2, 0, -2, -4], [-8, -6, -4, -2, 0]])
     assert torch.equal(fusion_logits(3, 5), expected)
-    assert torch.equal(DFlyConfig(num_layers=3).build(SPEC).context.fusion, expected)
+    assert torch.equal(DFlyConfig(num_layers=3).build(SPEC).backbone.context.fusion, expected)
 
 
 def test_captured_layers_are_spread_as_published():
@@ -385,11 +409,10 @@ def test_captured_layers_are_spread_as_published():
 
 def test_a_counting_sequence_is_learnt_and_a_block_of_8_drafts_7():
     torch.manual_seed(0)
-    drafter = DFlyConfig(num_layers=2, num_target_layers=1).build(SPEC)
+    drafter = DFlyConfig(num_layers=2, num_target_layers=1, anchors_per_document=8).build(SPEC)
     embedding = torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5
-    target_head = Head(embedding * 3, embedding * 3)
+    target_head = Head(embedding * 3, embedding * 3).with_options(EAGER)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    tokens = (torch.arange(32) + torch.randint(0, 40, (8, 1))) % 40
 
     def batch_of(tokens: Tensor) -> Batch:
         shape = tokens.shape
@@ -403,7 +426,7 @@ def test_a_counting_sequence_is_learnt_and_a_block_of_8_drafts_7():
         )
 
     for step in range(60):
-        tokens = (torch.arange(32) + torch.randint(0, 40, (8, 1))) % 40
+        tokens = (torch.arange(24) + torch.randint(0, 40, (8, 1))) % 40
         batch = batch_of(tokens)
         grid = drafter.grid(batch, seed=0, epoch=step)
         stats = drafter(batch, grid, target_head, ("ce",))
@@ -473,3 +496,130 @@ def test_states_of_another_target_are_refused():
     for layers in (batch.states.layers[:, :, :4], batch.states.layers[..., :16]):
         with pytest.raises(ValueError, match=r"this drafter reads \(5, 32\)"):
             drafter.hidden(changed(batch, layers=layers), grid, target_head)
+
+
+def test_bad_options_of_the_head_part_are_refused():
+    for settings, message in (
+        ({"head": "none", "own_token_rate": 0.5}, "own_token_rate has no effect"),
+        ({"head": "none", "base_loss_weight": 0.5}, "base_loss_weight has no effect"),
+        ({"own_token_agreeing": True}, "own_token_agreeing has no effect"),
+        ({"own_token_rate": 1.5}, "at most 1"),
+        ({"base_loss_weight": -1.0}, "at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DFlyConfig(**settings).build(SPEC)
+
+
+@pytest.mark.parametrize("head", ["correction", "markov"])
+def test_own_tokens_are_fed_step_by_step_while_labels_stay_the_datas(head):
+    drafter, target_head = new_drafter(head=head, own_token_rate=1.0), new_head()
+    batch = new_batch([[18], [12]], drafter)
+    grid = grid_at(batch, [[3, 9], [5]], drafter)
+    stats = drafter(batch, grid, target_head, ("ce", "tv"))
+    drafter.eval()
+    # By hand: write the drafter's own token over the data's, step by step, and read the next step's statistics.
+    for row, slot in ((0, 0), (0, 1), (1, 0)):
+        tokens, anchor = batch.input_ids.clone(), int(grid.anchor_index[row, slot])
+        for step in range(int(grid.valid[row, slot].sum())):
+            logits = grid_logits(drafter, changed(batch, input_ids=tokens), grid, target_head)[row, slot, step]
+            assert int(stats.draft_token[row, slot, step]) == int(logits.argmax())
+            label = batch.input_ids[row, anchor + step + 1]
+            torch.testing.assert_close(stats.ce[row, slot, step], -logits.log_softmax(-1)[label], rtol=1e-4, atol=1e-4)
+            tokens[row, anchor + step + 1] = logits.argmax()
+    # In evaluation, predecessors are the data's.
+    gold = new_drafter(head=head)(batch, grid, target_head, ("ce",))
+    torch.testing.assert_close(drafter(batch, grid, target_head, ("ce",)).ce, gold.ce)
+
+
+def test_own_tokens_only_where_the_target_agrees_and_only_at_their_rate():
+    batch_of = [[40]] * 4
+    target_head = new_head()
+    gold = new_drafter()
+    batch = new_batch(batch_of, gold)
+    grid = grid_at(batch, [[3, 9, 20]] * 4, gold)
+    reference = gold(batch, grid, target_head, ("ce", "tv"))
+    # Random states: the drafter's token is hardly ever the target's, so hardly a predecessor changes.
+    agreeing = new_drafter(own_token_rate=1.0, own_token_agreeing=True)(batch, grid, target_head, ("ce", "tv"))
+    agrees = (reference.draft_token == reference.target_token)[..., :-1] & grid.valid[..., :-1]
+    same = torch.isclose(agreeing.ce, reference.ce, rtol=1e-4, atol=1e-5)
+    assert same[..., 0].all()
+    assert same[..., 1:][~agrees.cumsum(-1).bool()].all()
+    torch.manual_seed(3)
+    half = new_drafter(own_token_rate=0.5)(batch, grid, target_head, ("ce", "tv"))
+    differs = ~torch.isclose(half.ce, reference.ce, rtol=1e-4, atol=1e-5)[..., 1:][grid.valid[..., 1:]]
+    assert 0.3 < float(differs.float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("head", ["correction", "markov"])
+def test_the_base_loss_adds_the_uncorrected_states_gradient_and_no_value(head):
+    target_head = new_head()
+    gradients, values = {}, {}
+    for weight in (0.0, 0.5):
+        drafter = new_drafter(head=head, base_loss_weight=weight)
+        batch = new_batch([[18]], drafter)
+        grid = grid_at(batch, [[3, 9]], drafter)
+        stats = drafter(batch, grid, target_head, ("ce", "lk"))
+        (stats.ce + 2 * stats.lk).sum().backward()
+        gradients[weight] = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+        values[weight] = stats
+    assert torch.equal(values[0.0].draft_token, values[0.5].draft_token)
+    torch.testing.assert_close(values[0.0].ce, values[0.5].ce)
+    plain = new_drafter(head="none")
+    plain.load_state_dict({name: p for name, p in drafter.state_dict().items() if name in plain.state_dict()})
+    stats = plain(batch, grid, target_head, ("ce", "lk"))
+    (stats.ce + 2 * stats.lk).sum().backward()
+    base = {name: p.grad for name, p in plain.named_parameters()}
+    for name, gradient in gradients[0.5].items():
+        expected = gradients[0.0][name] + (0.5 * base[name] if name in base else 0)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_hidden_is_refused_where_predecessors_are_drafts():
+    drafter, target_head = new_drafter(own_token_rate=0.5), new_head()
+    batch = new_batch([[12]], drafter)
+    grid = grid_at(batch, [[3]], drafter)
+    with pytest.raises(ValueError, match=r"call eval\(\)"):
+        drafter.hidden(batch, grid, target_head)
+    drafter.eval().hidden(batch, grid, target_head)
+
+
+def test_activation_checkpointing_changes_nothing():
+    results = []
+    for checkpointing in (False, True):
+        drafter, target_head = new_drafter(activation_checkpointing=checkpointing), new_head()
+        batch = new_batch([[18]], drafter)
+        stats = drafter(batch, grid_at(batch, [[3, 9]], drafter), target_head, ("ce",))
+        stats.ce.sum().backward()
+        results.append([stats.ce, *(p.grad for p in drafter.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_markov_head_starts_as_dflash():
+    torch.manual_seed(0)
+    dspark = DFlyConfig(context="shared", head="markov", markov_rank=4).build(SPEC)
+    torch.manual_seed(0)
+    dflash = DFlyConfig(context="shared", head="none").build(SPEC)
+    assert float(dspark.markov.previous.weight.detach().std()) == pytest.approx(0.02, rel=0.3)
+    dflash.load_state_dict({n: p for n, p in dspark.state_dict().items() if not n.startswith("markov.")})
+    target_head = new_head()
+    batch = new_batch([[20]], dflash)
+    grid = grid_at(batch, [[3, 8, 15]], dflash)
+    ours, theirs = (d(batch, grid, target_head, ("ce", "tv")) for d in (dspark, dflash))
+    torch.testing.assert_close(ours.ce, theirs.ce)
+    torch.testing.assert_close(ours.tv, theirs.tv)
+
+
+def test_grouped_query_attention_norms_and_biases_are_free():
+    for settings in (
+        {"num_heads": 6, "num_kv_heads": 3, "intermediate_size": 20},
+        {"head_dim": 16, "num_heads": 2, "num_kv_heads": 1},
+        {"qk_norm": True, "qkv_bias": True},
+        {"block_size": 2, "num_layers": 1},
+        {"block_size": 5, "num_layers": 4, "num_target_layers": 2},
+    ):
+        drafter, target_head = new_drafter(**settings), new_head()
+        batch = new_batch([[15]], drafter)
+        stats = drafter(batch, grid_at(batch, [[4, 9]], drafter), target_head, ("ce",))
+        stats.ce.sum().backward()
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in drafter.parameters())
+        assert stats.ce.shape == (1, 2, drafter.config.block_size - 1)
