@@ -2,19 +2,26 @@
 
 A chain's query at depth k sees a run of context positions and the chain's own k entries under one softmax (method:
 training-time test, as a server's KV cache holds them). The context part of every chain is computed against one shared,
-un-repeated set of keys; the own part is a few dot products. Nothing of size (row, position) outlives a chunk of rows.
+un-repeated set of keys; the own part is a few dot products. Nothing of size (row, position) outlives a tile.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-# Live scores of one chunk: small enough to stay in a cache level, large enough for full-rate products.
-CHUNK_BYTES = 8 << 20
+# A tile of scores stays in cache and is large enough for full-rate products.
+TILE_ROWS = 128
+TILE_BYTES = 4 << 20
+
+# The score of an invisible position: its weight is exactly 0 beside any visible one, and a tile without a visible one
+# gives no NaN.
+DEAD = -1e30
+
 # Compiled, so that neither scores nor the mask are ever laid out; shapes vary from row to row.
 compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
 compiled_block_mask = torch.compile(create_block_mask, dynamic=True)
@@ -45,31 +52,36 @@ def chain_attention(
     """
     if query.is_cuda:
         return flex_chain_attention(query, context_key, context_value, own_key, own_value, first, last)
-    attended: Tensor = _ChunkedAttention.apply(query, context_key, context_value, own_key, own_value, first, last)
+    attended: Tensor = _TiledAttention.apply(query, context_key, context_value, own_key, own_value, first, last)
     return attended
 
 
-class _ChunkedAttention(torch.autograd.Function):
-    """Rows in chunks, scores recomputed in backward from the saved log-sum-exp.
+class _TiledAttention(torch.autograd.Function):
+    """Tiles of rows against tiles of context, merged through their log-sum-exp; backward recomputes the scores.
 
-    With P = exp(score - lse) and d = sum(grad * out): dV = P^T grad, dscore = P (grad V^T - d), for context and own
-    entries alike, since both stand under the same lse (FlashAttention-2, arXiv 2307.08691, Algorithm 2).
+    Parts with log-sum-exp l_i and outputs o_i merge to lse = logsumexp(l_i), out = sum o_i exp(l_i - lse). With
+    P = exp(score - lse) and d = sum(grad * out): dV = P^T grad, dscore = P (grad V^T - d), for context and own entries
+    alike, since all stand under the one lse (FlashAttention-2, arXiv 2307.08691, Algorithms 1 and 2).
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, own_value: Tensor,
                 first: Tensor, last: Tensor) -> Tensor:  # fmt: skip
+        scaled = query * query.shape[-1] ** -0.5
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
-        for rows, seen in _chunks(query, key, first, last):
-            grouped = _grouped(query[rows], key)
-            scores = _scores(grouped, key[seen], first[rows] - seen.start, last[rows] - seen.start)
-            own = _own_scores(grouped, own_key[rows])
-            total = torch.logaddexp(scores.logsumexp(-1), own.logsumexp(-1))
-            probs = scores.sub_(total[..., None]).exp_().to(value.dtype)
-            own_probs = (own - total[..., None]).exp().to(value.dtype)
-            mixed = probs.flatten(1, 2) @ value[seen].transpose(0, 1)
-            mixed = mixed.view_as(grouped) + torch.einsum("hgre,rehd->hgrd", own_probs, own_value[rows])
-            out[rows], lse[rows] = _ungrouped(mixed), total.flatten(0, 1).T
+        for rows, tiles in _tiles(query, first, last):
+            grouped = _grouped(scaled[rows], key)
+            own = torch.einsum("hgrd,rehd->hgre", grouped, own_key[rows]).to(lse.dtype)
+            total = own.logsumexp(-1, keepdim=True).clamp(min=DEAD)
+            mixed = torch.einsum("hgre,rehd->hgrd", (own - total).exp(), own_value[rows].to(lse.dtype))
+            for tile in tiles:
+                scores = _scores(grouped, key[tile], first[rows] - tile.start, last[rows] - tile.start)
+                top = scores.amax(-1, keepdim=True)
+                probs = scores.sub_(top).exp_()
+                before, total = total, torch.logaddexp(total, top + probs.sum(-1, keepdim=True).log())
+                part = probs.to(value.dtype).flatten(1, 2) @ value[tile].transpose(0, 1)
+                mixed = mixed.mul_((before - total).exp()).add_(part.view_as(mixed) * (top - total).exp())
+            out[rows], lse[rows] = _ungrouped(mixed).to(out.dtype), _ungrouped(total).squeeze(-1)
         ctx.save_for_backward(query, key, value, own_key, own_value, first, last, out, lse)
         return out
 
@@ -77,29 +89,31 @@ class _ChunkedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, own_key, own_value, first, last, out, lse = ctx.saved_tensors
         (grad,) = grads
-        grad_query, grad_own_key, grad_own_value = map(torch.empty_like, (query, own_key, own_value))
-        grad_key, grad_value = (x.new_zeros(x.shape, dtype=_wide(x)) for x in (key, value))
         scale = query.shape[-1] ** -0.5
-        for rows, seen in _chunks(query, key, first, last):
-            grouped, grad_out = _grouped(query[rows], key), _grouped(grad[rows], key)
-            total = _grouped(lse[rows, :, None], key)
-            inner = (grad_out * _grouped(out[rows], key)).to(total.dtype).sum(-1, keepdim=True)
+        grad_query, grad_own_key, grad_own_value = map(torch.empty_like, (query, own_key, own_value))
+        grad_key, grad_value = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (key, value))
+        inner = (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
+        for rows, tiles in _tiles(query, first, last):
+            grouped, grad_out = _grouped(query[rows] * scale, key), _grouped(grad[rows], key)
+            flat_query, flat_grad = grouped.flatten(1, 2), grad_out.flatten(1, 2)
+            total, dot = _grouped(lse[rows, :, None], key), _grouped(inner[rows], key)
 
-            scores = _scores(grouped, key[seen], first[rows] - seen.start, last[rows] - seen.start)
-            probs = scores.sub_(total).exp_()
-            flat_grad, flat_query = grad_out.flatten(1, 2), grouped.flatten(1, 2)
-            grad_value[seen] += (probs.to(value.dtype).flatten(1, 2).mT @ flat_grad).transpose(0, 1)
-            grad_probs = (flat_grad @ value[seen].permute(1, 2, 0)).view_as(probs)
-            grad_scores = (grad_probs.to(probs.dtype).sub_(inner).mul_(probs) * scale).to(query.dtype).flatten(1, 2)
-            grad_key[seen] += (grad_scores.mT @ flat_query).transpose(0, 1)
-            grad_grouped = (grad_scores @ key[seen].transpose(0, 1)).view_as(grouped)
-
-            own_probs = (_own_scores(grouped, own_key[rows]) - total).exp()
-            grad_own_value[rows] = torch.einsum("hgre,hgrd->rehd", own_probs.to(value.dtype), grad_out)
-            grad_own = torch.einsum("hgrd,rehd->hgre", grad_out, own_value[rows]).to(own_probs.dtype)
-            grad_own = ((grad_own - inner) * own_probs * scale).to(query.dtype)
+            own_probs = (torch.einsum("hgrd,rehd->hgre", grouped, own_key[rows]).to(lse.dtype) - total).exp()
+            grad_own_value[rows] = torch.einsum("hgre,hgrd->rehd", own_probs.to(grad.dtype), grad_out)
+            grad_own = torch.einsum("hgrd,rehd->hgre", grad_out, own_value[rows]).to(lse.dtype)
+            grad_own = ((grad_own - dot) * own_probs).to(grad.dtype)
             grad_own_key[rows] = torch.einsum("hgre,hgrd->rehd", grad_own, grouped)
-            grad_query[rows] = _ungrouped(grad_grouped + torch.einsum("hgre,rehd->hgrd", grad_own, own_key[rows]))
+            grad_grouped = torch.einsum("hgre,rehd->hgrd", grad_own, own_key[rows]).to(lse.dtype)
+
+            for tile in tiles:
+                scores = _scores(grouped, key[tile], first[rows] - tile.start, last[rows] - tile.start)
+                probs = scores.sub_(total).exp_()
+                grad_value[tile] += (probs.to(grad.dtype).flatten(1, 2).mT @ flat_grad).transpose(0, 1)
+                grad_probs = (flat_grad @ value[tile].permute(1, 2, 0)).view_as(probs).to(lse.dtype)
+                grad_scores = grad_probs.sub_(dot).mul_(probs).to(grad.dtype).flatten(1, 2)
+                grad_key[tile] += (grad_scores.mT @ flat_query).transpose(0, 1)
+                grad_grouped += (grad_scores @ key[tile].transpose(0, 1)).view_as(grouped)
+            grad_query[rows] = (_ungrouped(grad_grouped) * scale).to(grad.dtype)
         grad_key, grad_value = grad_key.to(key.dtype), grad_value.to(value.dtype)
         return grad_query, grad_key, grad_value, grad_own_key, grad_own_value, None, None
 
@@ -109,13 +123,23 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _chunks(query: Tensor, key: Tensor, first: Tensor, last: Tensor) -> list[tuple[slice, slice]]:
-    """Pieces of rows, each with the run of context positions that any of its rows sees."""
-    num_rows, num_heads = query.shape[:2]
-    size = CHUNK_BYTES // (num_heads * max(1, key.shape[0]) * _wide(query).itemsize)
-    size = min(max(size, 16), 128)
-    pieces = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-    return [(rows, slice(int(first[rows].min()), int(last[rows].max()) + 1)) for rows in pieces]
+def _tiles(query: Tensor, first: Tensor, last: Tensor) -> list[tuple[slice, list[slice]]]:
+    """Pieces of rows, each with pieces of the run of context positions that any of its rows sees.
+
+    Context is cut where the part that every row of a piece sees begins and ends, so that only the rest needs a mask.
+    """
+    width = max(1, TILE_BYTES // (TILE_ROWS * query.shape[1] * _wide(query).itemsize))
+    pieces = []
+    for start in range(0, len(query), TILE_ROWS):
+        rows = slice(start, min(start + TILE_ROWS, len(query)))
+        low, seen_from = first[rows].aminmax()
+        seen_to, high = (last[rows] + 1).aminmax()
+        edges = sorted({int(low), int(seen_from), max(int(seen_from), int(seen_to)), int(high)})
+        tiles = [
+            slice(at, min(at + width, stop)) for begin, stop in pairwise(edges) for at in range(begin, stop, width)
+        ]
+        pieces.append((rows, tiles))
+    return pieces
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:
@@ -129,18 +153,12 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 
 def _scores(grouped: Tensor, key: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Scaled scores against context, (kv_head, group, row, position), -inf outside first..last."""
-    scores = grouped.flatten(1, 2) @ key.permute(1, 2, 0)
-    scores = scores.to(_wide(grouped)).mul_(grouped.shape[-1] ** -0.5).unflatten(1, grouped.shape[1:3])
-    position = torch.arange(key.shape[0], device=key.device)
-    hidden = (position < first[:, None]) | (position > last[:, None])
-    return scores.masked_fill_(hidden, float("-inf"))
-
-
-def _own_scores(grouped: Tensor, own_key: Tensor) -> Tensor:
-    """Scaled scores against the rows' own entries, (kv_head, group, row, entry)."""
-    scores = torch.einsum("hgrd,rehd->hgre", grouped, own_key)
-    return scores.to(_wide(grouped)) * grouped.shape[-1] ** -0.5
+    """Scores of scaled queries against a tile, (kv_head, group, row, position), DEAD outside first..last."""
+    scores = (grouped.flatten(1, 2) @ key.permute(1, 2, 0)).to(_wide(grouped)).unflatten(1, grouped.shape[1:3])
+    if int(first.max()) <= 0 and int(last.min()) >= len(key) - 1:
+        return scores
+    position = torch.arange(len(key), device=key.device)
+    return scores.masked_fill_((position < first[:, None]) | (position > last[:, None]), DEAD)
 
 
 def flex_chain_attention(

@@ -25,10 +25,12 @@ def inputs(rows, positions, entries, *, heads=4, kv_heads=2, head_dim=8, dtype=t
 
 
 @pytest.mark.parametrize("entries", [0, 1, 3])
-@pytest.mark.parametrize(("rows", "chunk_bytes"), [(40, 1), (40, 1 << 20)])
-def test_equals_one_softmax(rows, chunk_bytes, entries, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
-    tensors, first, last = inputs(rows, 30, entries)
+@pytest.mark.parametrize(("tile_rows", "tile_bytes"), [(128, 4 << 20), (16, 16 * 4 * 8 * 7), (3, 1)])
+def test_equals_one_softmax(tile_rows, tile_bytes, entries, monkeypatch):
+    """Whatever the tiles: all in one, several in both directions, single positions."""
+    monkeypatch.setattr(module, "TILE_ROWS", tile_rows)
+    monkeypatch.setattr(module, "TILE_BYTES", tile_bytes)
+    tensors, first, last = inputs(40, 30, entries)
     ours = chain_attention(*tensors, first, last)
     oracle = chain_attention_loop(*tensors, first, last)
     torch.testing.assert_close(ours, oracle, rtol=0, atol=1e-12)
