@@ -82,6 +82,9 @@ class MTPCache:
     pending: list[tuple[Tensor, Tensor, Tensor]]
 
 
+# For the teacher's logits of one piece of columns.
+TEACHER_BYTES = 128 << 20
+
 Choose = Callable[[int, Tensor], Tensor]
 """From a depth and its states (column, hidden), the tokens (column,) that the next depth reads."""
 
@@ -108,26 +111,29 @@ class MTP(Drafter[MTPCache]):
         return "MTP block: random weights"
 
     def forward(self, batch: Batch, grid: Grid, target_head: Head, want: Sequence[str]) -> TokenStats:
-        """Statistics on the grid, each (batch, anchor, step); depth by depth, since own tokens come out of them."""
+        """Statistics on the grid, each (batch, anchor, step).
+
+        Columns are independent once all depth-0 entries are known: piece after piece runs all its depths, one after
+        the other, since own tokens come out of the statistics.
+        """
         ids, final = batch.input_ids.flatten(), _final(batch)
         context = self._context(batch, target_head)
         row, anchor = grid.valid[..., 0].nonzero(as_tuple=True)
-        columns = _columns(batch, grid, row, anchor)
-        valid = grid.valid[row, anchor]
-        parts, places = [], []
-
-        def choose(depth: int, states: Tensor) -> Tensor:
-            live = valid[:, depth].nonzero().squeeze(1)
-            teacher = columns.last[live] + depth + 1
-            stats = target_head.stats(states[live], final[teacher], ids[teacher + 1], want=want)
-            parts.append(stats)
-            places.append((row[live], anchor[live], torch.full_like(live, depth)))
-            if self.config.tokens == "gold" or stats.draft_token is None:
-                return _gold(ids, columns, depth)
-            return torch.zeros_like(row).index_put((live,), stats.draft_token)
-
-        self._unroll(ids[columns.last + 1], final[columns.last], columns, context, target_head, choose)
-        return scatter(join(parts), grid.valid, tuple(torch.cat(index) for index in zip(*places, strict=True)))
+        columns, valid = _columns(batch, grid, row, anchor), grid.valid[row, anchor]
+        size = _piece_size(target_head)
+        scored, steps = [], []
+        # As many pieces as a batch of this shape can have, empty ones too: under ZeRO-3 all ranks must run the
+        # block equally often.
+        for start in range(0, ids.numel(), size):
+            piece = slice(start, start + size)
+            scorer = _Scorer(columns[piece], valid[piece], ids, final, target_head, want, self.config.tokens == "own")
+            first_tokens = ids[columns.last[piece] + 1]
+            self._unroll(first_tokens, final[columns.last[piece]], columns[piece], context, target_head, scorer)
+            scored += scorer.stats
+            steps += [(start + live, depth) for depth, live in enumerate(scorer.live)]
+        column = torch.cat([live for live, _ in steps])
+        step = torch.cat([torch.full_like(live, depth) for live, depth in steps])
+        return scatter(join(scored), grid.valid, (row[column], anchor[column], step))
 
     def hidden(self, batch: Batch, grid: Grid, target_head: Head) -> Tensor:
         """(batch, anchor, step, hidden): the states that meet lm_head; 0 where a chain has no valid step.
@@ -288,6 +294,50 @@ class MTP(Drafter[MTPCache]):
         newest = self._cast(states)[torch.arange(batch, device=slot.device), (lengths - 1).clamp(min=0)]
         cache.final = torch.where((lengths > 0)[:, None], newest, cache.final)
         cache.lengths = cache.lengths + lengths
+
+
+class _Scorer:
+    """Takes the statistics of a piece of columns depth by depth and hands out the tokens of the next depth.
+
+    The teacher at depth k + 1 of column j is that at depth k of column j + 1, so its logits are computed once for the
+    piece (and a halo of D - 1 rows).
+
+    Attributes:
+        stats: of each depth's valid predictions.
+        live: (valid,) for each depth which columns have one.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        valid: Tensor,
+        ids: Tensor,
+        final: Tensor,
+        target_head: Head,
+        want: Sequence[str],
+        own_tokens: bool,
+    ) -> None:
+        self.columns, self.ids, self.final, self.target_head = columns, ids, final, target_head
+        self.want, self.own_tokens = want, own_tokens
+        self.live = [step.nonzero().squeeze(1) for step in valid.unbind(1)]
+        self.stats: list[TokenStats] = []
+
+    def __call__(self, depth: int, states: Tensor) -> Tensor:
+        """states: (column, hidden), of this depth -> (column,)."""
+        live = self.live[depth]
+        teacher = self.columns.last[live] + depth + 1
+        stats = self.target_head.stats(states[live], self.final[teacher], self.ids[teacher + 1], want=self.want)
+        self.stats.append(stats)
+        if not self.own_tokens:
+            return _gold(self.ids, self.columns, depth)
+        assert stats.draft_token is not None
+        return torch.zeros_like(self.columns.last).index_put((live,), stats.draft_token)
+
+
+def _piece_size(target_head: Head) -> int:
+    """How many columns share one set of teacher logits."""
+    vocab_bytes = len(target_head.lm_head) * target_head.lm_head.element_size()
+    return max(64, TEACHER_BYTES // vocab_bytes)
 
 
 def _final(batch: Batch) -> Tensor:

@@ -70,6 +70,10 @@ class Columns:
     last: Tensor
     position_ids: Tensor
 
+    def __getitem__(self, piece: slice) -> Columns:
+        """Some of them."""
+        return Columns(first=self.first[piece], last=self.last[piece], position_ids=self.position_ids[piece])
+
 
 Entries = tuple[Tensor, Tensor]
 """Keys and values, each (..., kv_head, head_dim)."""

@@ -9,6 +9,7 @@ import torch
 from references import mtp_chain
 
 from draftsmith.data.batch import Batch, TargetStates
+from draftsmith.models import mtp as module
 from draftsmith.models.chain_attention import chain_attention
 from draftsmith.models.head import Head
 from draftsmith.models.moe import MoEConfig
@@ -282,6 +283,19 @@ def test_packed_equals_unpacked(spec, head, tokens):
     apart, apart_grads = total([cut(*piece) for piece in pieces])
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(together_grads, apart_grads, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", ["own", "gold"])
+def test_pieces_of_columns_change_nothing(spec, head, tokens, monkeypatch):
+    mtp = build(spec, tokens=tokens)
+    batch = pack(40, 50, 60, rows=2)
+    grid = grid_of(mtp, batch)
+    results = []
+    for teacher_bytes in (1, 1 << 30):
+        monkeypatch.setattr(module, "TEACHER_BYTES", teacher_bytes)
+        stats = mtp(batch, grid, head, ("lk",))
+        results.append((stats.lk, stats.draft_token, torch.autograd.grad(stats.lk.sum(), list(mtp.parameters()))))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", ["own", "gold"])
