@@ -2,138 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What `want` may name. The last two are detached; they stand here because they cost the teacher's product.
-STATISTICS = ("ce", "target_ce", "kl", "reverse_kl", "tv", "lk", "log_acceptance", "acceptance", "target_token")
+from draftsmith.models.comparison import DraftVocabulary, logit_stats
+from draftsmith.models.token_stats import STATISTICS, StatsOptions, TokenStats, needs_teacher
+from draftsmith.models.vocabulary_pass import Job, Readout, Workspace, vocabulary_stats
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenStats:
-    """Per-position statistics, float32 (tokens int64); None where not wanted.
-
-    p is the target's distribution, q the drafter's. The first seven are differentiable with respect to the drafter and
-    given where `want` names them; `acceptance` and `target_token` wherever the teacher is computed, that is, where
-    `want` names anything but `ce`; the other detached ones always.
-
-    Attributes:
-        ce: -log q(label).
-        target_ce: -log q(target_token).
-        kl: KL(p || q).
-        reverse_kl: KL(q || p).
-        tv: total variation, 1/2 sum |p - q|; acceptance probability is 1 - tv.
-        lk: LK-hybrid, lambda KL + (1 - lambda) TV with lambda = exp(-eta sg[1 - tv]) for each token.
-        log_acceptance: log sum_v min(p_v, q_v).
-        acceptance: 1 - TV(p, q) = sum_v min(p_v, q_v), the probability that a draft drawn from q is accepted.
-        draft_token: argmax of q.
-        target_token: argmax of p.
-        label_prob: q(label).
-        confidence: max of q.
-        entropy: entropy of q, nats.
-        confidence_logit: logit of a drafter's own confidence head, differentiable; a drafter that has one sets it.
-    """
-
-    ce: Tensor | None = None
-    target_ce: Tensor | None = None
-    kl: Tensor | None = None
-    reverse_kl: Tensor | None = None
-    tv: Tensor | None = None
-    lk: Tensor | None = None
-    log_acceptance: Tensor | None = None
-    acceptance: Tensor | None = None
-    draft_token: Tensor | None = None
-    target_token: Tensor | None = None
-    label_prob: Tensor | None = None
-    confidence: Tensor | None = None
-    entropy: Tensor | None = None
-    confidence_logit: Tensor | None = None
-
-    def map(self, change: Callable[[Tensor, float], Tensor]) -> TokenStats:
-        """Applies change(value, fill) to every statistic that is there; fill is what stands at invalid entries."""
-
-        def apply(value: Tensor | None, fill: float = 0) -> Tensor | None:
-            return None if value is None else change(value, fill)
-
-        return TokenStats(
-            ce=apply(self.ce),
-            target_ce=apply(self.target_ce),
-            kl=apply(self.kl),
-            reverse_kl=apply(self.reverse_kl),
-            tv=apply(self.tv),
-            lk=apply(self.lk),
-            log_acceptance=apply(self.log_acceptance),
-            acceptance=apply(self.acceptance),
-            draft_token=apply(self.draft_token),
-            target_token=apply(self.target_token),
-            label_prob=apply(self.label_prob, 1),
-            confidence=apply(self.confidence),
-            entropy=apply(self.entropy),
-            confidence_logit=apply(self.confidence_logit),
-        )
-
-    def masked(self, valid: Tensor) -> TokenStats:
-        """The same with 0 (label_prob 1) at invalid entries, whatever stood there. valid: the statistics' shape."""
-        return self.map(lambda value, fill: torch.where(valid, value, fill))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatsOptions:
-    """How p and q are compared.
-
-    Attributes:
-        lk_eta: eta of LK-hybrid.
-        temperature: divides both sides' logits for KL, TV, LK, log alpha, entropy and confidence.
-        top_k: compare on the teacher's top_k tokens only, both sides renormalised; None: the whole vocabulary.
-    """
-
-    lk_eta: float = 3.0
-    temperature: float = 1.0
-    top_k: int | None = None
-
-
-def logit_stats(
-    draft_logits: Tensor, target_logits: Tensor, labels: Tensor, want: Sequence[str], lk_eta: float = 3.0
-) -> TokenStats:
-    """The arithmetic of one chunk, by plain autograd.
-
-    Args:
-        draft_logits: (row, vocab).
-        target_logits: (row, vocab).
-        labels: (row,).
-        want: which differentiable statistics to compute.
-    """
-    log_q = F.log_softmax(draft_logits.float(), dim=-1)
-    log_p = F.log_softmax(target_logits.float(), dim=-1)
-    p, q = log_p.exp(), log_q.exp()
-    ce = -log_q.gather(-1, labels[:, None]).squeeze(-1)
-    kl = (p * (log_p - log_q)).sum(-1)
-    tv = 0.5 * (p - q).abs().sum(-1)
-    lam = torch.exp(-lk_eta * (1 - tv.detach()))
-    target_token = p.argmax(-1)
-    values = {
-        "ce": ce,
-        "target_ce": -log_q.gather(-1, target_token[:, None]).squeeze(-1),
-        "kl": kl,
-        "reverse_kl": (q * (log_q - log_p)).sum(-1),
-        "tv": tv,
-        "lk": lam * kl + (1 - lam) * tv,
-        "log_acceptance": torch.minimum(log_p, log_q).logsumexp(-1),
-    }
-    detached = q.detach()
-    return TokenStats(
-        **{name: values[name] for name in want if name in values},
-        acceptance=1 - tv.detach(),
-        draft_token=detached.argmax(-1),
-        target_token=target_token,
-        label_prob=(-ce.detach()).exp(),
-        confidence=detached.amax(-1),
-        entropy=-(detached * log_q.detach()).sum(-1),
-    )
+__all__ = ["STATISTICS", "Head", "StatsOptions", "TokenStats", "logit_stats"]
 
 
 class Head:
@@ -157,7 +37,6 @@ class Head:
         embedding_scale: float = 1.0,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
-        options: StatsOptions = StatsOptions(),
     ) -> None:
         self.embedding = embedding
         self.lm_head = lm_head
@@ -165,19 +44,59 @@ class Head:
         self.embedding_scale = embedding_scale
         self.logit_scale = logit_scale
         self.logit_softcap = logit_softcap
-        self.options = options
+        self.options = StatsOptions()
+        self.draft_vocabulary: DraftVocabulary | None = None
+        readout = Readout(weight=lm_head.detach(), bias=lm_head_bias, scale=logit_scale, softcap=logit_softcap)
+        self._teacher_readout = self._draft_readout = readout
+        self._workspace = Workspace()
 
-    def with_options(self, options: StatsOptions) -> Head:
-        """The same head, whose `stats` compares as the options say."""
-        return Head(
+    def _copy(self) -> Head:
+        head = Head(
             self.embedding,
             self.lm_head,
             lm_head_bias=self.lm_head_bias,
             embedding_scale=self.embedding_scale,
             logit_scale=self.logit_scale,
             logit_softcap=self.logit_softcap,
-            options=options,
         )
+        head.options, head.draft_vocabulary = self.options, self.draft_vocabulary
+        head._draft_readout, head._workspace = self._draft_readout, self._workspace
+        return head
+
+    def with_options(self, options: StatsOptions) -> Head:
+        """The same head, whose `stats` compares as the options say."""
+        head = self._copy()
+        head.options = options
+        return head
+
+    def with_draft_vocabulary(self, ids: Tensor) -> Head:
+        """The same head for a drafter that can only propose these tokens.
+
+        Acceptance is then sum_{v in S} min(p_v, q_v) with p over the full vocabulary and TV is 1 minus it; KL sums over
+        S; a label outside S has CE 0 and label_prob 0. Token ids stay those of the full vocabulary.
+
+        Args:
+            ids: (draft_vocab,) int64, ascending.
+
+        Raises:
+            ValueError: ids that are empty, not ascending or not of this vocabulary.
+        """
+        vocab = len(self.lm_head)
+        ascending = ids.numel() > 0 and bool((ids.diff() > 0).all())
+        if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+            raise ValueError(
+                f"the draft vocabulary's {ids.numel()} ids must ascend without repetition inside 0..{vocab - 1}"
+            )
+        place = torch.full((vocab,), -1, dtype=torch.int64, device=ids.device)
+        place[ids] = torch.arange(len(ids), device=ids.device)
+        head = self._copy()
+        head.draft_vocabulary = DraftVocabulary(ids=ids, place=place)
+        head._draft_readout = replace(
+            self._teacher_readout,
+            weight=self.lm_head.detach()[ids],
+            bias=None if self.lm_head_bias is None else self.lm_head_bias[ids],
+        )
+        return head
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids: (...) -> (..., hidden)."""
@@ -198,19 +117,68 @@ class Head:
         *,
         want: Sequence[str] = ("ce", "kl", "tv"),
         lk_eta: float | None = None,
+        weight: Tensor | None = None,
+        bias: tuple[Tensor, Tensor] | None = None,
+        teacher_index: Tensor | None = None,
     ) -> TokenStats:
-        """Statistics of rows.
+        """Statistics of rows, chunk by chunk, differentiable in draft_hidden, weight and bias.
+
+        With only draft_hidden to train it costs one vocabulary product for the drafter, one for the teacher (unless
+        only CE is wanted) and one for each differentiable statistic in `want`. Training weight or bias computes each
+        chunk a second time in backward.
 
         Args:
             draft_hidden: (row, hidden), the drafter's states that meet lm_head.
-            target_hidden: (row, hidden), the target's final states at the same predictions.
+            target_hidden: (teacher_row, hidden), the target's final states at the same predictions.
             labels: (row,) int64, the tokens that follow in the data.
-            want: names of the differentiable statistics to compute.
+            want: names of the statistics to compute, see `TokenStats`.
+            lk_eta: eta of LK-hybrid; None: that of the head's options, 3 by default.
+            weight: (vocab, hidden), the drafter's own lm_head; None: the target's.
+            bias: (row, rank) and (vocab, rank), whose product is added to the drafter's logits (a Markov head).
+            teacher_index: (row,) int64, the teacher row of each draft row; None: row i's is i. Rows of one chunk that
+                share a teacher row share its product.
+
+        Raises:
+            ValueError: an unknown statistic, shapes that do not fit, or top_k together with a draft vocabulary.
         """
-        return logit_stats(
-            self.logits(draft_hidden),
-            self.logits(target_hidden),
-            labels,
-            want,
-            self.options.lk_eta if lk_eta is None else lk_eta,
+        readout = self._draft_readout if weight is None else replace(self._draft_readout, weight=weight.detach())
+        self._check(draft_hidden, target_hidden, labels, want, readout.weight, teacher_index)
+        job = Job(
+            target_hidden=target_hidden.detach().to(self.lm_head.dtype),
+            teacher_index=teacher_index,
+            labels=labels,
+            want=tuple(want),
+            options=self.options if lk_eta is None else replace(self.options, lk_eta=lk_eta),
+            draft_readout=readout,
+            teacher_readout=self._teacher_readout,
+            draft_vocabulary=self.draft_vocabulary,
+            workspace=self._workspace,
         )
+        return vocabulary_stats(
+            draft_hidden.to(readout.weight.dtype), readout.weight if weight is None else weight, bias, job
+        )
+
+    def _check(
+        self,
+        draft_hidden: Tensor,
+        target_hidden: Tensor,
+        labels: Tensor,
+        want: Sequence[str],
+        weight: Tensor,
+        teacher_index: Tensor | None,
+    ) -> None:
+        rows, vocab = len(draft_hidden), len(self._draft_readout.weight)
+        if draft_hidden.dim() != 2 or labels.shape != (rows,) or draft_hidden.shape[1:] != target_hidden.shape[1:]:
+            raise ValueError(
+                f"draft_hidden {tuple(draft_hidden.shape)}, target_hidden {tuple(target_hidden.shape)} and labels "
+                f"{tuple(labels.shape)} must be (row, hidden), (teacher_row, hidden) and (row,)"
+            )
+        paired = len(target_hidden) if teacher_index is None else len(teacher_index)
+        if needs_teacher(want) and paired != rows:
+            raise ValueError(f"{rows} draft rows have {paired} teacher rows; give teacher_index where rows share one")
+        if weight.shape != (vocab, draft_hidden.shape[1]):
+            raise ValueError(
+                f"weight {tuple(weight.shape)} must be (vocab, hidden), here {(vocab, draft_hidden.shape[1])}"
+            )
+        if self.draft_vocabulary is not None and self.options.top_k is not None:
+            raise ValueError(f"top_k={self.options.top_k} cannot be combined with a draft vocabulary; remove one")

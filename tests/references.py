@@ -155,3 +155,40 @@ def moe_loop(moe, x):
             total = total + shared
         rows.append(total)
     return torch.stack(rows)
+
+
+def vocabulary_statistics(draft_logits, target_logits, labels, *, eta=3.0, temperature=1.0, top_k=None, draft_ids=None):
+    """Every statistic of TokenStats in float64 from whole rows of logits, one row at a time, by autograd alone.
+
+    draft_logits: (row, vocab), or (row, draft_vocab) with draft_ids. Gradients flow to draft_logits.
+    """
+    names = ("ce", "target_ce", "kl", "reverse_kl", "tv", "lk", "log_acceptance", "acceptance", "draft_token")
+    names += ("target_token", "label_prob", "confidence", "entropy")
+    rows = {name: [] for name in names}
+    for z_q, z_p, label in zip(draft_logits.double(), target_logits.detach().double(), labels.tolist(), strict=True):
+        ids = list(range(len(z_p))) if draft_ids is None else draft_ids.tolist()
+        log_q1 = torch.log_softmax(z_q, 0)
+        target_token = int(z_p.argmax())
+        log_q, log_p = torch.log_softmax(z_q / temperature, 0), torch.log_softmax(z_p / temperature, 0)[ids]
+        confidence, entropy = log_q.exp().max(), -(log_q.exp() * log_q).sum()
+        if top_k is not None:
+            support = z_p.topk(top_k).indices
+            log_q = torch.log_softmax(z_q[support] / temperature, 0)
+            log_p = torch.log_softmax(z_p[support] / temperature, 0)
+        p, q = log_p.exp(), log_q.exp()
+        kl, overlap = (p * (log_p - log_q)).sum(), torch.minimum(p, q).sum()
+        blend = torch.exp(-eta * overlap.detach())
+        rows["ce"].append(-log_q1[ids.index(label)] if label in ids else 0 * z_q.sum())
+        rows["target_ce"].append(-log_q1[ids.index(target_token)] if target_token in ids else 0 * z_q.sum())
+        rows["kl"].append(kl)
+        rows["reverse_kl"].append((q * (log_q - log_p)).sum())
+        rows["tv"].append(1 - overlap)
+        rows["lk"].append(blend * kl + (1 - blend) * (1 - overlap))
+        rows["log_acceptance"].append(torch.minimum(log_p, log_q).logsumexp(0))
+        rows["acceptance"].append(overlap)
+        rows["draft_token"].append(torch.tensor(ids[int(z_q.argmax())]))
+        rows["target_token"].append(torch.tensor(target_token))
+        rows["label_prob"].append(log_q1[ids.index(label)].exp() if label in ids else torch.tensor(0.0).double())
+        rows["confidence"].append(confidence)
+        rows["entropy"].append(entropy)
+    return {name: torch.stack(values) for name, values in rows.items()}

@@ -1,0 +1,345 @@
+"""From hidden states to statistics, a chunk of rows at a time: no (row, vocab) tensor outlives its chunk.
+
+A row's statistic depends on that row's hidden state alone. So the row of its gradient, (hidden,), is formed in the
+forward pass, while the chunk's softmaxes are at hand: one product with the vocabulary for each differentiable statistic
+in use, and backward is an elementwise product with the upstream gradient. Only where the head itself is trained is the
+chunk computed again in backward, since its gradient sums over rows that are weighted by what comes from upstream.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from draftsmith.models.comparison import DEAD, DraftVocabulary, compare
+from draftsmith.models.token_stats import StatsOptions, TokenStats, needs_teacher, output_names
+
+log = logging.getLogger(__name__)
+
+MIN_CHUNK_ROWS = 64
+# CPUs have no product of two bfloat16 matrices into float32: this many rows of the head are widened at a time.
+UPCAST_ROWS = 8192
+# A block's buffers should stay in cache while a dozen elementwise passes go over them.
+CPU_BLOCK_BYTES_PER_THREAD = 2**20
+CUDA_BLOCK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readout:
+    """How a hidden state becomes logits: softcap(scale (weight h + bias)).
+
+    Attributes:
+        weight: (vocab, hidden).
+        bias: (vocab,) or None; a token's -inf takes it out.
+        scale: multiplies the logits.
+        softcap: c tanh(logits / c), or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+    def write(self, hidden: Tensor, logits: Tensor) -> None:
+        """hidden: (row, hidden) -> logits: (row, vocab), in place."""
+        project(hidden, self.weight, logits)
+        if self.bias is not None:
+            logits.add_(self.bias.to(logits.dtype).clamp(min=DEAD))
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = hidden weight^T, with the precision of `out`.
+
+    Logits rounded to bfloat16 would flip the sign of p - q at many tokens, which is what the gradient of TV is made of.
+    """
+    if hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.T, out=out)
+    elif out.is_cuda:
+        torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+    else:
+        hidden = hidden.to(out.dtype)
+        for first in range(0, len(weight), UPCAST_ROWS):
+            part = slice(first, first + UPCAST_ROWS)
+            torch.mm(hidden, weight[part].to(out.dtype).T, out=out[:, part])
+
+
+def pull_back(gradient: Tensor, weight: Tensor) -> Tensor:
+    """gradient (row, vocab) times weight (vocab, hidden) -> (row, hidden)."""
+    if gradient.dtype == weight.dtype or gradient.is_cuda:
+        return torch.mm(gradient.to(weight.dtype), weight)
+    out = gradient.new_zeros(len(gradient), weight.shape[1])
+    for first in range(0, len(weight), UPCAST_ROWS):
+        part = slice(first, first + UPCAST_ROWS)
+        out.addmm_(gradient[:, part], weight[part].to(gradient.dtype))
+    return out
+
+
+class Workspace:
+    """Buffers that stay from chunk to chunk and from step to step."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+
+    def tile(self, purpose: str, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised (row, column) view of this purpose's buffer, which grows to the largest ever asked for."""
+        size = rows * columns
+        flat = self._flat.get(purpose)
+        if flat is None or flat.numel() < size or flat.dtype != dtype or flat.device != device:
+            self._flat.pop(purpose, None)
+            with torch.inference_mode(False):
+                flat = self._flat[purpose] = torch.empty(size, dtype=dtype, device=device)
+        return flat[:size].view(rows, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a pass over the vocabulary computes, apart from the tensors that it is differentiable in.
+
+    Attributes:
+        target_hidden: (teacher_row, hidden).
+        teacher_index: (row,), the teacher row of each draft row; None: its own.
+        labels: (row,).
+        want: see `TokenStats`.
+        options: see `StatsOptions`.
+        draft_readout: the drafter's; its weight is passed beside it.
+        teacher_readout: the target's.
+        draft_vocabulary: what the drafter can propose; None: everything.
+        workspace: where tiles live.
+    """
+
+    target_hidden: Tensor
+    teacher_index: Tensor | None
+    labels: Tensor
+    want: Sequence[str]
+    options: StatsOptions
+    draft_readout: Readout
+    teacher_readout: Readout
+    draft_vocabulary: DraftVocabulary | None
+    workspace: Workspace
+
+    def chunks(
+        self, hidden: Tensor, bias: tuple[Tensor, Tensor] | None, gradient_names: Sequence[str]
+    ) -> Iterator[Chunk]:
+        """Computes chunk after chunk. A chunk's tiles are overwritten by the next.
+
+        Args:
+            hidden: (row, hidden), the drafter's.
+            bias: (row, rank) and (vocab, rank), whose product is added to the drafter's logits.
+            gradient_names: the statistics to form gradient rows for.
+        """
+        vocab, teacher_vocab = len(self.draft_readout.weight), len(self.teacher_readout.weight)
+        cap = self.draft_readout.softcap if gradient_names else None
+        columns = vocab * (1 + len(gradient_names) + (cap is not None)) + teacher_vocab * needs_teacher(self.want)
+        precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        tile = functools.partial(self.workspace.tile, dtype=precision, device=hidden.device)
+        for part in split(len(hidden), columns * torch.finfo(precision).bits // 8, self.options.budget_bytes):
+            rows = part.stop - part.start
+            logits = tile("draft", rows, vocab)
+            self.draft_readout.write(hidden[part], logits)
+            slope = None
+            if cap is not None:
+                slope = torch.mul(logits, -1 / cap**2, out=tile("slope", rows, vocab)).mul_(logits).add_(1)
+            if bias is not None:
+                logits.addmm_(bias[0][part].to(precision), bias[1].to(precision).T)
+            gradients = {name: tile(name, rows, vocab) for name in gradient_names}
+            teacher, place = self._teacher(part, tile)
+            found = self._compare(logits, teacher, place, self.labels[part], gradients)
+            yield Chunk(part=part, found=found, gradients=gradients, slope=slope)
+
+    def _teacher(self, part: slice, tile: Callable[..., Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """The teacher's logits of a chunk, and which of them each row reads (None: its own)."""
+        if not needs_teacher(self.want):
+            return None, None
+        if self.teacher_index is None:
+            needed, place = self.target_hidden[part], None
+        else:
+            unique, place = self.teacher_index[part].unique(return_inverse=True)
+            needed = self.target_hidden[unique]
+        logits = tile("teacher", len(needed), len(self.teacher_readout.weight))
+        self.teacher_readout.write(needed, logits)
+        return logits, place
+
+    def _compare(
+        self,
+        logits: Tensor,
+        teacher: Tensor | None,
+        place: Tensor | None,
+        labels: Tensor,
+        gradients: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """The elementwise part, in blocks that stay in cache."""
+        block_rows = rows_of_block(logits)
+        compiled = self.options.compile and kernel_works(logits.device.type)
+        run = compiled_compare() if compiled else compare
+        tile = functools.partial(self.workspace.tile, dtype=logits.dtype, device=logits.device)
+        found = []
+        for first in range(0, len(logits), block_rows):
+            block = slice(first, min(first + block_rows, len(logits)))
+            rows = block.stop - block.start
+            teacher_block = teacher
+            if teacher is not None:
+                teacher_block = teacher[block] if place is None else teacher[place[block]]
+            found.append(
+                run(
+                    logits[block],
+                    teacher_block,
+                    labels[block],
+                    self.want,
+                    {name: row[block] for name, row in gradients.items()},
+                    self.options,
+                    self.draft_vocabulary,
+                    (None,) * 4 if compiled else [tile(f"scratch_{i}", rows, logits.shape[-1]) for i in range(4)],
+                )
+            )
+        return {name: torch.cat([block_found[name] for block_found in found]) for name in found[0]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A chunk's results.
+
+    Attributes:
+        part: which rows.
+        found: statistics, (row,).
+        gradients: with respect to the drafter's logits, (row, vocab), for each name.
+        slope: (row, vocab), derivative of the soft-cap, or None.
+    """
+
+    part: slice
+    found: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    slope: Tensor | None
+
+
+def split(rows: int, bytes_per_row: int, budget_bytes: int) -> Iterator[slice]:
+    """Equal chunks whose tiles fit the budget, of at least MIN_CHUNK_ROWS rows (fewer starve the products)."""
+    limit = max(MIN_CHUNK_ROWS, budget_bytes // bytes_per_row)
+    count = math.ceil(rows / limit)
+    for index in range(count):
+        yield slice(index * rows // count, (index + 1) * rows // count)
+
+
+def rows_of_block(logits: Tensor) -> int:
+    """How many rows the elementwise part takes at a time."""
+    row_bytes = logits.shape[-1] * logits.element_size()
+    if logits.is_cuda:
+        return max(1, CUDA_BLOCK_BYTES // row_bytes)
+    threads = torch.get_num_threads()
+    return max(threads, CPU_BLOCK_BYTES_PER_THREAD * threads // row_bytes)
+
+
+@functools.cache
+def compiled_compare() -> Callable[..., dict[str, Tensor]]:
+    """`compare` as one kernel."""
+    return torch.compile(compare, dynamic=True)
+
+
+@functools.cache
+def kernel_works(device_type: str) -> bool:
+    """Whether torch.compile has a compiler here; says in the log which path is taken, once."""
+    try:
+        torch.compile(lambda x: x.exp() + 1)(torch.ones(64, device=device_type))
+    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        log.warning("statistics run eagerly, torch.compile cannot build a kernel: %s", first_line)
+        return False
+    log.info("statistics run as one compiled kernel")
+    return True
+
+
+class _VocabularyPass(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias_rows: Tensor | None, basis: Tensor | None, job: Job
+    ) -> tuple[Tensor, ...]:
+        differentiable, detached = output_names(job.want)
+        trains_head = any(ctx.needs_input_grad[1:4])
+        formed = differentiable if ctx.needs_input_grad[0] and not trains_head else ()
+        gradient_rows = {name: torch.empty_like(hidden) for name in formed}
+        bias = None if bias_rows is None or basis is None else (bias_rows, basis)
+        found: dict[str, list[Tensor]] = {name: [] for name in (*differentiable, *detached)}
+        for chunk in job.chunks(hidden, bias, formed):
+            for name, values in found.items():
+                values.append(chunk.found[name])
+            for name, gradient in chunk.gradients.items():
+                if chunk.slope is not None:
+                    gradient.mul_(chunk.slope)
+                gradient_rows[name][chunk.part] = pull_back(gradient, weight)
+        for row in gradient_rows.values():
+            row.mul_(job.draft_readout.scale)
+        outputs = {name: _join(name, values, hidden) for name, values in found.items()}
+        ctx.job, ctx.trains_head, ctx.num_differentiable = job, trains_head, len(differentiable)
+        ctx.save_for_backward(*((hidden, weight, bias_rows, basis) if trains_head else gradient_rows.values()))
+        ctx.mark_non_differentiable(*(outputs[name] for name in detached))
+        return tuple(outputs.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        upstream = upstream[: ctx.num_differentiable]
+        if ctx.trains_head:
+            return (*_recompute(ctx, upstream), None)
+        gradient: Tensor | None = None
+        for up, row in zip(upstream, ctx.saved_tensors, strict=True):
+            weighted = row * up[:, None].to(row.dtype)
+            gradient = weighted if gradient is None else gradient.add_(weighted)
+        return gradient, None, None, None, None
+
+
+def _join(name: str, values: list[Tensor], hidden: Tensor) -> Tensor:
+    if values:
+        return torch.cat(values)
+    precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return hidden.new_empty(0, dtype=torch.int64 if name.endswith("_token") else precision)
+
+
+def _recompute(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden, weight, bias rows and basis, the statistics' gradients summed before any product."""
+    hidden, weight, bias_rows, basis = ctx.saved_tensors
+    job: Job = ctx.job
+    names, _ = output_names(job.want)
+    scale = job.draft_readout.scale
+    inputs = (hidden, weight, bias_rows, basis)
+    grads = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad, strict=False)]
+    d_hidden, d_weight, d_bias_rows, d_basis = grads
+    for chunk in job.chunks(hidden, None if bias_rows is None else (bias_rows, basis), names):
+        total: Tensor | None = None
+        for name, up in zip(names, upstream, strict=True):
+            weighted = chunk.gradients[name].mul_(up[chunk.part, None])
+            total = weighted if total is None else total.add_(weighted)
+        if total is None:
+            break
+        if d_bias_rows is not None:
+            d_bias_rows[chunk.part] = pull_back(total, basis)
+        if d_basis is not None:
+            d_basis.addmm_(total.T.to(basis.dtype), bias_rows[chunk.part])
+        if chunk.slope is not None:
+            total.mul_(chunk.slope)
+        if d_hidden is not None:
+            d_hidden[chunk.part] = pull_back(total, weight).mul_(scale)
+        if d_weight is not None:
+            d_weight.addmm_(total.T.to(weight.dtype), hidden[chunk.part], alpha=scale)
+    return tuple(grads)
+
+
+def vocabulary_stats(hidden: Tensor, weight: Tensor, bias: tuple[Tensor, Tensor] | None, job: Job) -> TokenStats:
+    """The pass as an operation of autograd, differentiable in hidden, weight and bias."""
+    differentiable, detached = output_names(job.want)
+    rows, basis = (None, None) if bias is None else bias
+    if not torch.is_grad_enabled():  # a Function would form gradient rows for anything that requires grad
+        hidden, weight = hidden.detach(), weight.detach()
+        rows, basis = None if rows is None else rows.detach(), None if basis is None else basis.detach()
+    values = _VocabularyPass.apply(hidden, weight, rows, basis, job)
+    return TokenStats(**dict(zip((*differentiable, *detached), values, strict=True)))
