@@ -18,7 +18,7 @@ class MoEConfig:
     """Routing and sizes.
 
     Attributes:
-        num_experts: routed experts.
+        num_experts: routed experts; 0: no mixture, the block's MLP is dense.
         experts_per_token: k, how many of them a token takes.
         expert_intermediate_size: width of a routed expert.
         shared_intermediate_size: width of the shared expert; 0: none.
@@ -29,8 +29,8 @@ class MoEConfig:
         shared_expert_gate: the shared expert times a sigmoid gate of one output (Qwen3-Next, Qwen3.5).
     """
 
-    num_experts: int = 64
-    experts_per_token: int = 8
+    num_experts: int = 0
+    experts_per_token: int = 2
     expert_intermediate_size: int = 512
     shared_intermediate_size: int = 512
     scores: str = "sigmoid"

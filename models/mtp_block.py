@@ -5,7 +5,7 @@ Its parts can be switched to be weight-compatible with a decoder layer, and with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class MTPBlockConfig(DrafterConfig):
         num_kv_heads: key and value heads; num_heads is a multiple.
         head_dim: width of a head.
         intermediate_size: width of the dense MLP.
-        moe: a mixture of experts instead of the dense MLP.
+        moe: with moe.num_experts above 0 a mixture of experts instead of the dense MLP.
         qk_norm: RMSNorm of each head of q and k before RoPE (Qwen3, Hy3, GLM-4.5).
         qkv_bias: q, k and v projections with bias (MiMo, GLM-4.5).
         attention_output_gate: the attention output times a sigmoid gate; q_proj gives query and gate of each head
@@ -46,7 +46,7 @@ class MTPBlockConfig(DrafterConfig):
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
-    moe: MoEConfig | None = None
+    moe: MoEConfig = field(default_factory=MoEConfig)
     qk_norm: bool = False
     qkv_bias: bool = False
     attention_output_gate: bool = False
@@ -123,7 +123,7 @@ class MTPBlock(nn.Module):
             RMSNorm(self.head_dim, spec.rms_norm_eps, config.norm_plus_one) if config.qk_norm else nn.Identity()
             for _ in range(2)
         )
-        self.mlp = SwiGLU(hidden, intermediate) if config.moe is None else MoE(hidden, config.moe)
+        self.mlp = MoE(hidden, config.moe) if config.moe.num_experts else SwiGLU(hidden, intermediate)
         self.rotary = RotaryEmbedding(spec)
         for name, weight in self.named_parameters():
             if "norm" not in name:

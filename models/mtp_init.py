@@ -186,8 +186,8 @@ def check_settings(block: MTPBlock, layout: Layout, config: Any) -> None:
             raise ValueError(f"drafter.init=target_mtp: grouped top-k (n_group={values['n_group']}) is not supported")
     if not values.get("norm_topk_prob", True):
         raise ValueError("drafter.init=target_mtp: routing weights that are not renormalised are not supported")
-    if block.config.moe is not None:
-        moe = block.config.moe
+    moe = block.config.moe
+    if moe.num_experts > 0:
         own.update(
             {"moe.scores": moe.scores, "moe.scaling": moe.scaling, "moe.experts_per_token": moe.experts_per_token}
         )
