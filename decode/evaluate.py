@@ -145,6 +145,10 @@ def _thinking_warnings(wanted: bool | None, trained: bool | None) -> list[str]:
 def _choose_prompts(config: EvaluateConfig, data: DataConfig, target: Target, console: Console) -> list[Prompt]:
     if config.prompts != HELD_OUT:
         return read_prompts(Path(config.prompts), target.tokenizer, thinking=data.thinking, count=config.num_prompts)
+    if data.held_out_fraction == 0:
+        raise ValueError(
+            "the drafter was trained with data.held_out_fraction=0, on all there is; give prompts=FILE.jsonl"
+        )
     documents = load_documents(data, target.tokenizer, held_out=True)
     documents.report.print(console)
     prompts = held_out_prompts(documents.documents, config.num_prompts)

@@ -116,13 +116,13 @@ def table(report: dict[str, Any]) -> Table:
     low, high = interval if interval is not None else (None, None)
     identical = {True: "true", False: "FALSE", None: "not defined for sampled outputs"}[report["identical_to_target"]]
     rows = [
-        ("acceptance length, bonus included, pooled", _shown(report["acceptance_length"])),
+        ("acceptance length with bonus, pooled", _shown(report["acceptance_length"])),
         ("  95 % interval over prompts", f"{_shown(low)} to {_shown(high)}"),
         ("  mean over prompts", _shown(report["acceptance_length_mean_over_prompts"])),
         ("acceptance length without bonus", _shown(report["acceptance_length_without_bonus"])),
         ("accepted drafts / drafts", _shown(report["draft_acceptance"])),
-        ("cumulative acceptance by step", " ".join(map(_shown, report["cumulative"]))),
-        ("conditional acceptance by step", " ".join(map(_shown, report["conditional"]))),
+        ("cumulative acceptance by step", _by_step(report["cumulative"])),
+        ("conditional acceptance by step", _by_step(report["conditional"])),
         ("tokens per second", _shown(report["tokens_per_second"])),
         ("  plain decoding", _shown(report["baseline_tokens_per_second"])),
         ("  speedup", _shown(report["speedup"])),
@@ -130,10 +130,14 @@ def table(report: dict[str, Any]) -> Table:
         ("identical to the target alone", identical),
     ]
     if report["analytic_acceptance"] is not None:
-        rows.insert(7, ("analytic acceptance by step", " ".join(map(_shown, report["analytic_acceptance"]))))
+        rows.insert(7, ("analytic acceptance by step", _by_step(report["analytic_acceptance"])))
     for row in rows:
         shown.add_row(*row)
     return shown
+
+
+def _by_step(values: Sequence[float | None]) -> str:
+    return " ".join("-" if value is None else f"{value:.2f}" for value in values)
 
 
 def _shown(value: float | None) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from draftsmith.configs.schema import restore
 from draftsmith.models.drafter import Drafter, DrafterConfig
@@ -112,7 +112,7 @@ def save_drafter(folder: Path, drafter: Drafter[Any], record: dict[str, Any]) ->
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+    (partial / WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
     (partial / CONFIG).write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     replace_folder(partial, folder)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_held_out_prompts_by_themselves(drafter_path: Path, target: Target, data
     assert written["identical_to_target"] is True
     assert written["warnings"] == []
     assert (written["num_prompts"], written["num_draft_tokens"], written["run"]) == (3, 3, "a-run")
-    assert text.index("drafter") < text.index("decoded plainly") < text.index("acceptance length, bonus included")
+    assert text.index("drafter") < text.index("decoded plainly") < text.index("acceptance length with bonus")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -165,6 +166,12 @@ def test_dtype_and_attention_can_be_chosen(drafter_path: Path, tmp_path: Path) -
         gaps = [prompt["divergence"]["top2_gap"] for prompt in report["prompts"] if prompt["divergence"]]
         assert gaps
         assert max(gaps) < 0.1
+
+
+def test_nothing_held_out_is_an_error_that_says_what_to_give(target: Target, data: DataConfig, tmp_path: Path) -> None:
+    folder = export(tmp_path / "export", target, replace(data, held_out_fraction=0.0))
+    with pytest.raises(ValueError, match=r"give prompts=FILE\.jsonl"):
+        run(folder)
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,10 @@ def test_figures(target: Target) -> None:
         for line in text.splitlines()
         if "\u2502" in line
     }
-    assert lines["acceptance length, bonus included, pooled"] == "3.667"
+    assert lines["acceptance length with bonus, pooled"] == "3.667"
     assert lines["acceptance length without bonus"] == "2.667"
-    assert "0.667 0.667 0.667 0.333 0.333" in text
-    assert "0.667 1.000 1.000 0.500 1.000" in text
+    assert lines["cumulative acceptance by step"] == "0.67 0.67 0.67 0.33 0.33"
+    assert lines["conditional acceptance by step"] == "0.67 1.00 1.00 0.50 1.00"
 
 
 def test_sampled_outputs_are_not_compared_token_by_token(target: Target) -> None:
