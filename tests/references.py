@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -192,3 +194,30 @@ def vocabulary_statistics(draft_logits, target_logits, labels, *, eta=3.0, tempe
         rows["confidence"].append(confidence)
         rows["entropy"].append(entropy)
     return {name: torch.stack(values) for name, values in rows.items()}
+
+
+def chain_lengths(valid):
+    """Steps of each chain before its first hole. valid: (chain, step)."""
+    return [next((k for k, v in enumerate(row) if not v), len(row)) for row in valid.tolist()]
+
+
+def e2e_tv_loop(tv, valid):
+    """End-to-end TV chain by chain and step by step: a list with None where a chain has no valid step."""
+    losses = []
+    for row, n in zip(tv, chain_lengths(valid), strict=True):
+        survival, expected = 1.0, 0.0
+        for k in range(n):
+            survival = survival * (1 - row[k])
+            expected = expected + survival
+        losses.append(1 - expected / n if n else None)
+    return losses
+
+
+def dpace_loop(label_prob, valid, rho):
+    """D-PACE weights chain by chain. label_prob: (chain, step)."""
+    weights = torch.zeros_like(label_prob)
+    for c, n in enumerate(chain_lengths(valid)):
+        reach = [math.prod((1 - rho) * float(label_prob[c, j]) + rho for j in range(i + 1)) for i in range(n)]
+        for k in range(n):
+            weights[c, k] = sum(reach[k:])
+    return weights
