@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.data.batch import Document
 from draftsmith.data.cache import OnlineStates, StatesConfig
@@ -48,7 +50,7 @@ def write_conversations(path: Path, count: int = 10) -> Path:
 
 
 def tiny_config(target: Path, data: Path, output_dir: Path, **changes: Any) -> TrainConfig:
-    """A run of a one-layer DFly drafter with two stages; 10 rows, 2 rows per step, 2 epochs: 10 steps."""
+    """A run of a one-layer DFly drafter: 10 rows, 2 in a step, 2 epochs: 10 steps; the stages cross-fade in 3 and 4."""
     settings: dict[str, Any] = {
         "target": TargetConfig(path=str(target)),
         "drafter": DFlyConfig(block_size=4, num_layers=1, target_layer_ids=[0, 2], anchors_per_document=8),
@@ -56,8 +58,8 @@ def tiny_config(target: Path, data: Path, output_dir: Path, **changes: Any) -> T
         "states": StatesConfig(mode="online"),
         "loss": LossConfig(
             stages=[
-                StageConfig(name="lk", fraction=0.5, terms=[TermConfig(objective="lk", position="dpace")]),
-                StageConfig(name="e2e_tv", terms=[TermConfig(objective="e2e_tv")]),
+                StageConfig(name="lk", fraction=0.5, fade=0.4, terms=[TermConfig(objective="lk", position="dpace")]),
+                StageConfig(name="e2e_tv", terms=[TermConfig(objective="e2e_tv")], rewarm_steps=2),
             ]
         ),
         "optimizer": OptimizerConfig(lr=1e-2, warmup=4),
@@ -101,24 +103,34 @@ LOSS = LossConfig(
 )
 
 
-def update_by_hand(target: Target, drafter: DFly, documents: Documents) -> tuple[dict[str, Tensor], float, float]:
-    """The weights after one SGD step on all rows at once, the loss and the gradient's norm; plain PyTorch."""
+def update_by_hand(
+    target: Target,
+    drafter: DFly,
+    documents: Documents,
+    *,
+    steps: int = 1,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    clip: float = math.inf,
+) -> tuple[dict[str, Tensor], float, float]:
+    """The weights after steps on all rows at once, the first loss and gradient norm; plain PyTorch, SGD by default."""
     drafter = copy.deepcopy(drafter)
     loader = Loader(documents, row_tokens=ROW_TOKENS, seed=0, states=OnlineStates(target, drafter.target_layer_ids))
     batch = loader.batch(list(range(loader.num_rows)))
     grid = drafter.grid(batch, seed=0, epoch=0)
-    stats = drafter(batch, grid, target.head, ("ce", "tv"))
-    assert stats.ce is not None
-    assert stats.tv is not None
-    chain_loss, chain_valid = e2e_tv(stats.tv, grid.valid)
-    loss = stats.ce[grid.valid].sum() / grid.valid.sum() + 0.5 * chain_loss[chain_valid].sum() / chain_valid.sum()
-    loss.backward()
-    norm = torch.stack([p.grad.norm() for p in drafter.parameters() if p.grad is not None]).norm()
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            assert parameter.grad is not None
-            parameter -= LR * parameter.grad
-    return drafter.state_dict(), float(loss.detach()), float(norm)
+    chosen = torch.optim.SGD(drafter.parameters(), lr=LR) if optimizer is None else optimizer(drafter.parameters())
+    losses, norms = [], []
+    for _ in range(steps):
+        stats = drafter(batch, grid, target.head, ("ce", "tv"))
+        assert stats.ce is not None
+        assert stats.tv is not None
+        chain_loss, chain_valid = e2e_tv(stats.tv, grid.valid)
+        loss = stats.ce[grid.valid].sum() / grid.valid.sum() + 0.5 * chain_loss[chain_valid].sum() / chain_valid.sum()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(drafter.parameters(), clip)))
+        chosen.step()
+        chosen.zero_grad()
+    return drafter.state_dict(), losses[0], norms[0]
 
 
 def update_by_trainer(
@@ -156,7 +168,7 @@ def update_by_trainer(
     rows: list[int | None] = [row if row < loader.num_rows else None for row in range(batch.rows_per_step)]
     micro_batches = [loader.batch(own) for own in batch.own_rows(rows, world.rank)]
     results = [
-        run_step(engine, micro_batches, target.head, step=step, epoch=0, seed=0, lr=LR, world=world)
+        run_step(engine, micro_batches, target.head, step=step, epoch=0, seed=0, lr=config.optimizer.lr, world=world)
         for step in range(steps)
     ]
     return full_weights(drafter), results

@@ -1,4 +1,4 @@
-"""What two ranks do: `python two_ranks.py FOLDER TARGET DATA`, run once as two processes by tests/train/test_two_ranks.py.
+"""What two ranks do: `two_ranks.py FOLDER TARGET DATA`, run once as two processes by tests/train/test_two_ranks.py.
 
 Rank 0 writes what it found to FOLDER/report.json.
 """

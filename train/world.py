@@ -60,8 +60,8 @@ class World:
         if on_cuda:
             torch.cuda.set_device(device)
         else:
-            # DeepSpeed would compile its shared-memory collectives here, which needs a compiler; gloo's own do.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            # DeepSpeed would try a compiler on all of its ops, and compile collectives of its own; gloo's own do.
+            deepspeed.ops.__compatible_ops__ = {}
         if not dist.is_initialized():
             backend = "nccl" if on_cuda else "gloo"
             if present:

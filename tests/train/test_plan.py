@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
-from tiny_run import tiny_config
+from tiny_run import ROW_TOKENS, document, documents_of, tiny_config
 
+from draftsmith.data.packing import Loader
+from draftsmith.train.checkpoint import TrainState
 from draftsmith.train.config import TrainerConfig
 from draftsmith.train.plan import BatchShape, prepare
 from draftsmith.train.world import World
@@ -46,6 +49,24 @@ def test_ranks_share_the_rows_of_a_step_without_overlap() -> None:
     rows: list[int | None] = [*range(10), None, None]
     own = [batch.own_rows(rows, rank) for rank in range(3)]
     assert own == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [None, None]]]
+
+
+@pytest.mark.parametrize(("num_rows", "world_size", "micro"), [(10, 3, 2), (3, 2, 1), (6, 3, 2)])
+def test_every_rank_has_as_many_batches_and_every_row_comes_once(num_rows: int, world_size: int, micro: int) -> None:
+    documents = documents_of(*(document(5 + i, 4) for i in range(num_rows)))
+    loader = Loader(documents, row_tokens=ROW_TOKENS, seed=0, states=None)
+    batch = BatchShape.derive(
+        TrainerConfig(rows_per_step=None, rows_per_micro_batch=micro, accumulation_steps=1), world_size
+    )
+    state, seen = TrainState.start(torch.device("cpu")), []
+    while state.epoch == 0:
+        rows = loader.rows(0, state.next_row, batch.rows_per_step)
+        own = [batch.own_rows(rows, rank) for rank in range(world_size)]
+        assert {len(batches) for batches in own} == {1}
+        seen += [row for batches in own for batch_rows in batches for row in batch_rows]
+        state.advance(batch.rows_per_step, num_rows, 0)
+    assert sorted(row for row in seen if row is not None) == list(range(num_rows))
+    assert state.step == -(-num_rows // (world_size * micro))
 
 
 def test_steps_or_epochs_but_not_both() -> None:

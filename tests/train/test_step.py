@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from tiny_run import document, documents_of, largest_difference, random_drafter, update_by_hand, update_by_trainer
+from torch import nn
 
 from draftsmith.data.batch import Document, TargetStates
 from draftsmith.data.cache import OnlineStates
 from draftsmith.models.target import Target
+from draftsmith.train.optimizer import OptimizerConfig
 from draftsmith.train.world import World
 
 # Two supervised tokens give one prediction, ten give 9 + 8 + 7: the rows weigh very differently.
@@ -34,6 +38,33 @@ def test_an_update_is_that_of_all_rows_at_once(
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     assert (result.counts.slots, result.counts.chains, result.counts.tokens) == (25, 10, 48)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_clipped_adamw_is_that_of_a_hand_written_loop(world: World, target: Target, zero_stage: int) -> None:
+    drafter, documents = random_drafter(target), documents_of(*UNEQUAL)
+
+    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        listed = list(parameters)
+        norms = {"params": [p for p in listed if p.dim() < 2], "weight_decay": 0.0}
+        groups = [{"params": [p for p in listed if p.dim() >= 2]}, norms]
+        return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+    expected, _, norm = update_by_hand(target, drafter, documents, steps=4, optimizer=adamw, clip=0.5)
+    weights, results = update_by_trainer(
+        world,
+        target,
+        drafter,
+        documents,
+        zero_stage=zero_stage,
+        accumulation_steps=2,
+        steps=4,
+        optimizer=OptimizerConfig(lr=1e-2, gradient_clipping=0.5),
+    )
+    assert largest_difference(weights, expected) < 1e-5
+    # What is logged is the norm before clipping.
+    assert norm > 0.5
+    assert results[0].grad_norm == pytest.approx(norm, rel=1e-5)
 
 
 def test_predictions_count_once_whatever_their_row(world: World, target: Target) -> None:
@@ -104,7 +135,7 @@ def test_what_is_not_finite_is_named_before_any_weight_changes(
     drafter = random_drafter(target)
     if break_it == "weight":
         with torch.no_grad():
-            drafter.norm.weight[3] = float("inf")
+            list(drafter.parameters())[-1].fill_(float("inf"))
     else:
         honest = OnlineStates.__call__
 
