@@ -26,10 +26,29 @@ class DrafterConfig:
     Attributes:
         anchors_per_document: how many of its legal anchors a document draws in an epoch; None: all.
         anchors_per_row: how many anchors a packed row keeps; None: all.
+        early_anchor_decay: None: anchors are drawn uniformly; else an anchor n tokens into its answer is drawn with
+            weight exp(-n / early_anchor_decay).
     """
 
     anchors_per_document: int | None = None
     anchors_per_row: int | None = None
+    early_anchor_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (
+            ("anchors_per_document", self.anchors_per_document),
+            ("anchors_per_row", self.anchors_per_row),
+        ):
+            if number is not None and number < 1:
+                raise ValueError(f"drafter.{name}={number}: it must be at least 1; null takes every legal anchor")
+        if self.early_anchor_decay is not None:
+            if self.early_anchor_decay <= 0:
+                raise ValueError(f"drafter.early_anchor_decay={self.early_anchor_decay}: it must be above 0")
+            if self.anchors_per_document is None and self.anchors_per_row is None:
+                raise ValueError(
+                    "drafter.early_anchor_decay has no effect where every legal anchor is taken; set "
+                    "drafter.anchors_per_document"
+                )
 
     def build(self, target_spec: TargetSpec) -> Drafter[Any]:
         """A drafter of this configuration with random weights, for a target of this shape."""
@@ -77,6 +96,7 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
             anchors_per_row=self.config.anchors_per_row,
             seed=seed,
             epoch=epoch,
+            early_decay=self.config.early_anchor_decay,
         )
         width = self.config.anchors_per_row if batch.input_ids.is_cuda else None
         return build_grid(batch, anchors, num_steps=self.num_draft_tokens, num_anchors=width)

@@ -61,15 +61,30 @@ def legal_anchors(batch: Batch) -> Tensor:
     return batch.supervised & following & (batch.position_ids >= 1) & (batch.document_ids >= 0)
 
 
-def draw_order(seed: int, epoch: int, document_id: int, count: int) -> Tensor:
-    """A permutation of range(count) that depends on (seed, epoch, document) alone."""
+def draw_order(seed: int, epoch: int, document_id: int, offsets: Tensor, early_decay: float | None) -> Tensor:
+    """The order in which a document draws its candidates: it depends on (seed, epoch, document) alone.
+
+    Args:
+        offsets: (candidate,), how far into its answer each candidate stands.
+        early_decay: None: all are equally likely; else a candidate weighs exp(-offset / early_decay), drawn without
+            replacement by the keys -log(u) / weight (Efraimidis and Spirakis, 2006).
+    """
     digest = hashlib.blake2b(f"{seed}:{epoch}:{document_id}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randperm(count, generator=generator)
+    if early_decay is None:
+        return torch.randperm(len(offsets), generator=generator)
+    waiting = -torch.rand(len(offsets), generator=generator, dtype=torch.float64).log()
+    return (waiting.log() + offsets / early_decay).argsort()
 
 
 def choose_anchors(
-    batch: Batch, *, anchors_per_document: int | None, anchors_per_row: int | None, seed: int, epoch: int
+    batch: Batch,
+    *,
+    anchors_per_document: int | None,
+    anchors_per_row: int | None,
+    seed: int,
+    epoch: int,
+    early_decay: float | None = None,
 ) -> list[Tensor]:
     """Draws each row's anchors.
 
@@ -87,12 +102,19 @@ def choose_anchors(
         draws = []
         for document_id in owners.unique_consecutive().tolist():
             candidates = positions[owners == document_id]
-            order = draw_order(seed, epoch, document_id, len(candidates))
+            order = draw_order(seed, epoch, document_id, _offsets(candidates), early_decay)
             draws.append(candidates[order[:anchors_per_document]].tolist())
         turns = max((len(d) for d in draws), default=0)
         kept = [d[turn] for turn in range(turns) for d in draws if turn < len(d)][:anchors_per_row]
         rows.append(torch.tensor(sorted(kept), dtype=torch.int64))
     return rows
+
+
+def _offsets(candidates: Tensor) -> Tensor:
+    """How far into its run of neighbouring positions each candidate stands; a run is one answer."""
+    opens = torch.ones_like(candidates, dtype=torch.bool)
+    opens[1:] = candidates[1:] != candidates[:-1] + 1
+    return candidates - torch.where(opens, candidates, 0).cummax(dim=0).values
 
 
 def build_grid(batch: Batch, anchors: list[Tensor], *, num_steps: int, num_anchors: int | None = None) -> Grid:
