@@ -13,4 +13,5 @@ run draftsmith preview experiment=quickstart
 run draftsmith cache experiment=quickstart
 run deepspeed --module draftsmith.train experiment=quickstart resume=auto
 run draftsmith export run=outputs/quickstart
-run draftsmith evaluate drafter_path=outputs/quickstart/export output=outputs/quickstart/evaluation.json
+run draftsmith evaluate drafter_path=outputs/quickstart/export output=outputs/quickstart/evaluation.json \
+    num_prompts=8 max_new_tokens=64
