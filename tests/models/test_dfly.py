@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 from torch import Tensor
 
+import draftsmith.train.config  # noqa: F401  (registers the schemas that the YAML files name)
+from draftsmith.configs.schema import parse
 from draftsmith.data.batch import Batch, Document, TargetStates
 from draftsmith.models.dfly import DFly, DFlyConfig
 from draftsmith.models.dfly_layers import fusion_logits
@@ -623,3 +626,25 @@ def test_grouped_query_attention_norms_and_biases_are_free():
         stats.ce.sum().backward()
         assert all(p.grad is not None and p.grad.abs().max() > 0 for p in drafter.parameters())
         assert stats.ce.shape == (1, 2, drafter.config.block_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("dflash", ("shared", "none", False)),
+        ("dflare", ("fused", "none", False)),
+        ("dfly", ("hybrid", "correction", False)),
+        ("dspark", ("shared", "markov", True)),
+    ],
+)
+def test_each_drafter_is_one_yaml(name, parts):
+    with initialize_config_module("draftsmith.configs", version_base="1.3"):
+        node = compose("train", overrides=[f"drafter={name}"])
+    config = parse(node.drafter, DFlyConfig)
+    assert (config.context, config.head, config.confidence_head) == parts
+    drafter = config.build(SPEC)
+    assert drafter.num_draft_tokens == 7
+    # A configuration with its defaults filled in builds the same drafter: what an export stores.
+    again = drafter.config.build(SPEC)
+    again.load_state_dict(drafter.state_dict())
+    assert again.config == drafter.config
