@@ -109,6 +109,21 @@ class Head:
             logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
         return logits
 
+    def teacher_logits(self, target_hidden: Tensor) -> Tensor:
+        """The teacher's logits for several calls of `stats`, in a buffer that the next call of this overwrites.
+
+        Args:
+            target_hidden: (teacher_row, hidden).
+
+        Returns:
+            (teacher_row, vocab).
+        """
+        hidden = target_hidden.detach().to(self.lm_head.dtype)
+        shape = (len(hidden), len(self.lm_head))
+        logits = self._workspace.tile("shared_teacher", *shape, dtype=hidden.dtype, device=hidden.device)
+        self._teacher_readout.write(hidden, logits)
+        return logits
+
     def stats(
         self,
         draft_hidden: Tensor,
@@ -120,6 +135,7 @@ class Head:
         weight: Tensor | None = None,
         bias: tuple[Tensor, Tensor] | None = None,
         teacher_index: Tensor | None = None,
+        teacher_logits: Tensor | None = None,
     ) -> TokenStats:
         """Statistics of rows, chunk by chunk, differentiable in draft_hidden, weight and bias.
 
@@ -137,6 +153,7 @@ class Head:
             bias: (row, rank) and (vocab, rank), whose product is added to the drafter's logits (a Markov head).
             teacher_index: (row,) int64, the teacher row of each draft row; None: row i's is i. Rows of one chunk that
                 share a teacher row share its product.
+            teacher_logits: (teacher_row, vocab), `teacher_logits(target_hidden)` where several calls share it.
 
         Raises:
             ValueError: an unknown statistic, shapes that do not fit, or top_k together with a draft vocabulary.
@@ -146,6 +163,7 @@ class Head:
         job = Job(
             target_hidden=target_hidden.detach().to(self.lm_head.dtype),
             teacher_index=teacher_index,
+            teacher_logits=teacher_logits,
             labels=labels,
             want=tuple(want),
             options=self.options if lk_eta is None else replace(self.options, lk_eta=lk_eta),

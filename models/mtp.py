@@ -24,6 +24,7 @@ from draftsmith.models.grid import Grid
 from draftsmith.models.head import Head, TokenStats
 from draftsmith.models.mtp_block import Columns, Entries, MTPBlock, MTPBlockConfig, check_choice
 from draftsmith.models.mtp_init import from_last_layer, from_target_mtp
+from draftsmith.models.mtp_scoring import Scorer, gold_tokens, piece_size
 from draftsmith.models.sampling import distribution, sample
 from draftsmith.models.target import TargetSpec
 
@@ -82,9 +83,6 @@ class MTPCache:
     pending: list[tuple[Tensor, Tensor, Tensor]]
 
 
-# For the teacher's logits of one piece of columns.
-TEACHER_BYTES = 128 << 20
-
 Choose = Callable[[int, Tensor], Tensor]
 """From a depth and its states (column, hidden), the tokens (column,) that the next depth reads."""
 
@@ -120,13 +118,13 @@ class MTP(Drafter[MTPCache]):
         context = self._context(batch, target_head)
         row, anchor = grid.valid[..., 0].nonzero(as_tuple=True)
         columns, valid = _columns(batch, grid, row, anchor), grid.valid[row, anchor]
-        size = _piece_size(target_head)
+        size = piece_size(ids.numel(), target_head)
         scored, steps = [], []
         # As many pieces as a batch of this shape can have, empty ones too: under ZeRO-3 all ranks must run the
         # block equally often.
         for start in range(0, ids.numel(), size):
             piece = slice(start, start + size)
-            scorer = _Scorer(columns[piece], valid[piece], ids, final, target_head, want, self.config.tokens == "own")
+            scorer = Scorer(columns[piece], valid[piece], ids, final, target_head, want, self.config.tokens == "own")
             first_tokens = ids[columns.last[piece] + 1]
             self._unroll(first_tokens, final[columns.last[piece]], columns[piece], context, target_head, scorer)
             scored += scorer.stats
@@ -155,7 +153,7 @@ class MTP(Drafter[MTPCache]):
             columns,
             context,
             target_head,
-            lambda depth, _: _gold(ids, columns, depth),
+            lambda depth, _: gold_tokens(ids, columns, depth),
         )
         empty = states[0].new_zeros(*grid.valid.shape, self.spec.hidden_size)
         return empty.index_put((row, anchor), torch.stack(states, 1))
@@ -296,50 +294,6 @@ class MTP(Drafter[MTPCache]):
         cache.lengths = cache.lengths + lengths
 
 
-class _Scorer:
-    """Takes the statistics of a piece of columns depth by depth and hands out the tokens of the next depth.
-
-    The teacher at depth k + 1 of column j is that at depth k of column j + 1, so its logits are computed once for the
-    piece (and a halo of D - 1 rows).
-
-    Attributes:
-        stats: of each depth's valid predictions.
-        live: (valid,) for each depth which columns have one.
-    """
-
-    def __init__(
-        self,
-        columns: Columns,
-        valid: Tensor,
-        ids: Tensor,
-        final: Tensor,
-        target_head: Head,
-        want: Sequence[str],
-        own_tokens: bool,
-    ) -> None:
-        self.columns, self.ids, self.final, self.target_head = columns, ids, final, target_head
-        self.want, self.own_tokens = want, own_tokens
-        self.live = [step.nonzero().squeeze(1) for step in valid.unbind(1)]
-        self.stats: list[TokenStats] = []
-
-    def __call__(self, depth: int, states: Tensor) -> Tensor:
-        """states: (column, hidden), of this depth -> (column,)."""
-        live = self.live[depth]
-        teacher = self.columns.last[live] + depth + 1
-        stats = self.target_head.stats(states[live], self.final[teacher], self.ids[teacher + 1], want=self.want)
-        self.stats.append(stats)
-        if not self.own_tokens:
-            return _gold(self.ids, self.columns, depth)
-        assert stats.draft_token is not None
-        return torch.zeros_like(self.columns.last).index_put((live,), stats.draft_token)
-
-
-def _piece_size(target_head: Head) -> int:
-    """How many columns share one set of teacher logits."""
-    vocab_bytes = len(target_head.lm_head) * target_head.lm_head.element_size()
-    return max(64, TEACHER_BYTES // vocab_bytes)
-
-
 def _final(batch: Batch) -> Tensor:
     """(batch * seq, hidden): the target's final states."""
     if batch.states is None:
@@ -353,8 +307,3 @@ def _columns(batch: Batch, grid: Grid, row: Tensor, anchor: Tensor) -> Columns:
     position_ids = batch.position_ids[row, column]
     last = row * batch.input_ids.shape[1] + column
     return Columns(first=last - position_ids, last=last, position_ids=position_ids)
-
-
-def _gold(ids: Tensor, columns: Columns, depth: int) -> Tensor:
-    """The data's tokens that depth + 1 reads; past the row's end no prediction is valid and any id serves."""
-    return ids[(columns.last + depth + 2).clamp(max=len(ids) - 1)]

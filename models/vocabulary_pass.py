@@ -110,6 +110,7 @@ class Job:
     Attributes:
         target_hidden: (teacher_row, hidden).
         teacher_index: (row,), the teacher row of each draft row; None: its own.
+        teacher_logits: (teacher_row, vocab), where they are known already.
         labels: (row,).
         want: see `TokenStats`.
         options: see `StatsOptions`.
@@ -121,6 +122,7 @@ class Job:
 
     target_hidden: Tensor
     teacher_index: Tensor | None
+    teacher_logits: Tensor | None
     labels: Tensor
     want: Sequence[str]
     options: StatsOptions
@@ -162,6 +164,9 @@ class Job:
         """The teacher's logits of a chunk, and which of them each row reads (None: its own)."""
         if not needs_teacher(self.want):
             return None, None
+        if self.teacher_logits is not None:
+            index = self.teacher_index
+            return (self.teacher_logits[part], None) if index is None else (self.teacher_logits, index[part])
         if self.teacher_index is None:
             needed, place = self.target_hidden[part], None
         else:

@@ -452,3 +452,20 @@ def test_compiled_equals_eager():
         (a,) = torch.autograd.grad(fused[name].sum(), draft, retain_graph=True)
         (b,) = torch.autograd.grad(eager[name].sum(), draft, retain_graph=True)
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_known_teacher_logits_change_nothing(shared):
+    """In several chunks; with rows that share a teacher row, and without."""
+    weight, draft, target, labels = problem(rows=200)
+    head = Head(weight, weight, logit_scale=0.5).with_options(StatsOptions(budget_bytes=1))
+    index = torch.arange(200) // 3 if shared else None
+    want = ("ce", "kl", "lk")
+    plain = head.stats(draft, target, labels, want=want, teacher_index=index)
+    given = head.stats(
+        draft, target, labels, want=want, teacher_index=index, teacher_logits=head.teacher_logits(target)
+    )
+    for name, value in fields(plain).items():
+        torch.testing.assert_close(fields(given)[name], value, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(stats.lk.sum() + stats.ce.sum(), draft)[0] for stats in (plain, given)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
