@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from draftsmith.data.cache import OnlineStates, StatesConfig
 from draftsmith.data.conversations import DataConfig, Documents, Report, SourceConfig
 from draftsmith.data.packing import Loader
 from draftsmith.models.dfly import DFly, DFlyConfig
+from draftsmith.models.drafter import Drafter
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.train.checkpoint import full_weights
 from draftsmith.train.config import DeepSpeedConfig, TrainConfig, TrainerConfig
@@ -85,10 +86,18 @@ def documents_of(*documents: Document) -> Documents:
 
 
 def random_drafter(target: Target, **settings: Any) -> DFly:
-    """Every parameter drawn at random, none at its zero or one initialisation."""
-    drafter = DFlyConfig(
+    """A DFly drafter with random weights."""
+    config = DFlyConfig(
         **{"block_size": 4, "num_layers": 1, "target_layer_ids": [0, 2], "anchors_per_document": None, **settings}
-    ).build(target.spec)
+    )
+    return with_random_weights(config.build(target.spec))
+
+
+AnyDrafter = TypeVar("AnyDrafter", bound=Drafter[Any])
+
+
+def with_random_weights(drafter: AnyDrafter) -> AnyDrafter:
+    """Every parameter drawn at random, none at its zero or one initialisation."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -105,7 +114,7 @@ LOSS = LossConfig(
 
 def update_by_hand(
     target: Target,
-    drafter: DFly,
+    drafter: Drafter[Any],
     documents: Documents,
     *,
     steps: int = 1,
@@ -136,7 +145,7 @@ def update_by_hand(
 def update_by_trainer(
     world: World,
     target: Target,
-    drafter: DFly,
+    drafter: Drafter[Any],
     documents: Documents,
     *,
     zero_stage: int = 0,

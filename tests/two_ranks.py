@@ -109,7 +109,21 @@ def folders(world: World, base: Path) -> dict[str, Any]:
     except ValueError as error:
         said = str(error)
     made = len(list((base / "folders").iterdir()))
-    return {"chosen": chosen, "made": made, "refusals": all_say(world, said)}
+    return {"chosen": chosen, "made": made, "refusals": all_say(world, said), "no_data": all_say(world, no_data(world))}
+
+
+def no_data(world: World) -> str:
+    """What this rank says when loading fails on the rank that loads first, while the other waits for it."""
+
+    def load() -> str:
+        if world.rank == 0:
+            raise ValueError("no usable conversation")
+        return "loaded"
+
+    try:
+        return world.first_on_each_machine(load)
+    except ValueError as error:
+        return str(error)
 
 
 def runs(world: World, base: Path, target: Path, data: Path) -> dict[str, Any]:

@@ -105,7 +105,19 @@ class World:
         return answer[0]
 
     def first_on_each_machine(self, load: Callable[[], Value]) -> Value:
-        """Runs `load` on local rank 0 of each machine, then on the others, which find its downloads done."""
-        value = load() if self.local_rank == 0 else None
-        self.wait()
+        """Runs `load` on local rank 0 of each machine, then on the others, which find its downloads done.
+
+        Where it raises ValueError on one, every rank does, so that none is left waiting.
+        """
+        value, error = None, None
+        if self.local_rank == 0:
+            try:
+                value = load()
+            except ValueError as refusal:
+                error = str(refusal)
+        errors: list[str | None] = [None] * self.size
+        dist.all_gather_object(errors, error, group=self.patient)
+        for refusal_anywhere in errors:
+            if refusal_anywhere is not None:
+                raise ValueError(refusal_anywhere)
         return load() if value is None else value

@@ -4,11 +4,20 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from tiny_run import document, documents_of, largest_difference, random_drafter, update_by_hand, update_by_trainer
+from tiny_run import (
+    document,
+    documents_of,
+    largest_difference,
+    random_drafter,
+    update_by_hand,
+    update_by_trainer,
+    with_random_weights,
+)
 from torch import nn
 
 from draftsmith.data.batch import Document, TargetStates
 from draftsmith.data.cache import OnlineStates
+from draftsmith.models.mtp import MTPConfig
 from draftsmith.models.target import Target
 from draftsmith.train.optimizer import OptimizerConfig
 from draftsmith.train.world import World
@@ -38,6 +47,19 @@ def test_an_update_is_that_of_all_rows_at_once(
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     assert (result.counts.slots, result.counts.chains, result.counts.tokens) == (25, 10, 48)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("last", [document(5, 2), document(23, 1)], ids=["one prediction", "none"])
+def test_so_it_is_for_mtp(world: World, target: Target, zero_stage: int, last: Document) -> None:
+    drafter, documents = with_random_weights(MTPConfig().build(target.spec)), documents_of(UNEQUAL[1], last)
+    expected, loss, norm = update_by_hand(target, drafter, documents)
+    weights, (result,) = update_by_trainer(
+        world, target, drafter, documents, zero_stage=zero_stage, accumulation_steps=2
+    )
+    assert largest_difference(weights, expected) < 1e-6
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])

@@ -87,6 +87,7 @@ def test_rank_0_decides_the_folder_and_the_refusal(report: dict[str, Any], folde
     assert Path(found["chosen"][0]).parent == folder / "folders"
     assert found["refusals"][0] == found["refusals"][1]
     assert found["refusals"][0].startswith("resume=nowhere: no such folder")
+    assert found["no_data"] == ["no usable conversation"] * 2
 
 
 def test_two_ranks_resume_bit_for_bit(report: dict[str, Any]) -> None:
