@@ -14,7 +14,7 @@ from draftsmith.configs.schema import restore
 from draftsmith.data.conversations import DataConfig, load_documents
 from draftsmith.decode.comparison import Outcome, decode_prompts
 from draftsmith.decode.prompts import Prompt, held_out_prompts, read_prompts
-from draftsmith.decode.report import summarise, table, write_report
+from draftsmith.decode.report import circumstances, summarise, table, write_report
 from draftsmith.decode.speculative import DecodingConfig
 from draftsmith.models.drafter import Drafter
 from draftsmith.models.export import LoadedDrafter, check_fingerprint, load_drafter
@@ -99,6 +99,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     }
     write_report(output, report)
     console.print(table(report))
+    console.print(circumstances(report), highlight=False)
     for warning in warnings:
         console.print(f"WARNING: {warning}", style="yellow", soft_wrap=True)
     console.print(f"written to {output}", soft_wrap=True)

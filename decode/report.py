@@ -107,6 +107,23 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
     os.replace(partial, path)
 
 
+def read_report(path: Path) -> dict[str, Any]:
+    """Reads evaluation.json.
+
+    Raises:
+        ValueError: there is none at this path, or it is not one.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; measure a drafter with: draftsmith evaluate drafter_path=FOLDER")
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); measure the drafter again") from error
+    if not isinstance(report, dict) or "acceptance_length" not in report:
+        raise ValueError(f"{path} is not the report of an evaluation: it has no acceptance_length")
+    return report
+
+
 def table(report: dict[str, Any]) -> Table:
     """The figures for a person, both conventions of acceptance length named."""
     shown = Table(title=f"{report['num_prompts']} prompts, {report['num_rounds']} rounds", title_justify="left")
@@ -134,6 +151,18 @@ def table(report: dict[str, Any]) -> Table:
     for row in rows:
         shown.add_row(*row)
     return shown
+
+
+def circumstances(report: dict[str, Any]) -> str:
+    """What a figure of speculative decoding means nothing without."""
+    nucleus = f", top-p {report['top_p']:g}" if report["temperature"] > 0 else ""
+    thinking = "the template's default" if report["thinking"] is None else str(report["thinking"]).lower()
+    return (
+        f"target {report['target']}, {report['dtype']}; {report['num_draft_tokens']} drafts a round, drawn "
+        f"{report['draft_sampling']}; temperature {report['temperature']:g}{nucleus}, {report['verification']}; "
+        f"prompts {report['prompt_set']}, at most {report['max_new_tokens']} new tokens, thinking: {thinking}, batch "
+        f"{report['batch']}; {report['hardware']}"
+    )
 
 
 def _by_step(values: Sequence[float | None]) -> str:

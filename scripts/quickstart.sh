@@ -9,9 +9,12 @@ run() {
     "$@"
 }
 
-run draftsmith preview experiment=quickstart
-run draftsmith cache experiment=quickstart
-run deepspeed --module draftsmith.train experiment=quickstart resume=auto
-run draftsmith export run=outputs/quickstart
-run draftsmith evaluate drafter_path=outputs/quickstart/export output=outputs/quickstart/evaluation.json \
-    num_prompts=8 max_new_tokens=64
+result=outputs/quickstart/evaluation.json
+if [[ ! -f $result ]]; then
+    run draftsmith preview experiment=quickstart
+    run draftsmith cache experiment=quickstart
+    run deepspeed --module draftsmith.train experiment=quickstart resume=auto
+    run draftsmith export run=outputs/quickstart
+    run draftsmith evaluate drafter_path=outputs/quickstart/export num_prompts=8 max_new_tokens=64 output=$result
+fi
+run draftsmith report evaluation=$result

@@ -14,7 +14,7 @@ from toy_drafters import RandomDrafter, TableDrafter
 
 from draftsmith.decode.comparison import Divergence, Outcome
 from draftsmith.decode.prompts import Prompt
-from draftsmith.decode.report import summarise, table, write_report
+from draftsmith.decode.report import circumstances, read_report, summarise, table, write_report
 from draftsmith.decode.speculative import DecodingConfig, Generation
 from draftsmith.models.target import Target, TargetConfig
 
@@ -124,3 +124,29 @@ def test_the_file_is_written_whole(target: Target, tmp_path: Path, monkeypatch: 
         write_report(path, {**report, "acceptance_length": float("nan")})
     assert path.read_text() == before
     assert [entry.name for entry in path.parent.iterdir()] == ["evaluation.json"]
+
+
+def test_the_circumstances_of_a_figure_stand_beside_it(target: Target) -> None:
+    drafter = RandomDrafter(5, target.spec.vocab_size)
+    config = DecodingConfig(temperature=0.7, top_p=0.9, max_new_tokens=40)
+    report = summarise([outcome([3, 0, 5], tokens=[7] * 12)], target, drafter, config)
+    said = circumstances({**report, "prompt_set": "held_out", "thinking": None})
+    assert f"target {target.config.path}, float32; 5 drafts a round, drawn sampled; temperature 0.7, top-p 0.9" in said
+    assert "speculative_sampling; prompts held_out, at most 40 new tokens, thinking: the template's default" in said
+
+
+def test_a_report_is_read_again_and_other_files_are_refused(tmp_path: Path, target: Target) -> None:
+    report = summarise(
+        [outcome([3], tokens=[7] * 4)], target, RandomDrafter(5, target.spec.vocab_size), DecodingConfig()
+    )
+    write_report(tmp_path / "evaluation.json", report)
+    assert read_report(tmp_path / "evaluation.json")["acceptance_length"] == 4
+    for name, text, message in (
+        ("absent.json", None, "does not exist; measure a drafter with: draftsmith evaluate"),
+        ("torn.json", '{"acceptance_length": 4', "is not valid JSON"),
+        ("other.json", "{}", "is not the report of an evaluation"),
+    ):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_report(tmp_path / name)
