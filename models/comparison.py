@@ -88,6 +88,14 @@ class Pair:
 
 Scratch = Sequence[Tensor | None]
 
+# Statistics whose gradient rows are written when nothing reads the logits any more.
+WRITTEN_LAST = ("kl", "tv", "lk")
+
+
+def dot(a: Tensor, b: Tensor, buffer: Tensor | None) -> Tensor:
+    """Sums of a * b over the last axis; the product is written to a buffer that is already mapped."""
+    return torch.mul(a, b, out=buffer).sum(-1)
+
 
 def compare(
     draft_logits: Tensor,
@@ -107,7 +115,8 @@ def compare(
         target_logits: (row, vocab) likewise, or None: nothing of the teacher is computed.
         labels: (row,), ids of the full vocabulary.
         want: what to compute; the cheap detached ones come in any case.
-        gradients: where to write the gradient of each of these statistics, each like draft_logits.
+        gradients: where to write the gradient of each of these statistics, each like draft_logits. Those named in
+            WRITTEN_LAST may be the memory of draft_logits or target_logits.
         scratch: four buffers like draft_logits, or None: allocate. Fresh large
             temporaries are mapped and unmapped by the system each time, which costs more than the arithmetic.
     """
@@ -147,7 +156,7 @@ def compare(
         q = torch.softmax(logits, -1, out=scratch[0])
         norm = top / options.temperature - pick(q, draft_token).log()
     found["confidence"] = pick(q, draft_token)
-    found["entropy"] = norm - torch.linalg.vecdot(q, logits)
+    found["entropy"] = norm - dot(q, logits, scratch[2])
     if teacher is not None:
         teacher = teacher if options.temperature == 1 else teacher / options.temperature
         p = torch.softmax(teacher, -1, out=scratch[1] if draft_vocabulary is None else None)
@@ -217,9 +226,9 @@ def divergences(
     shift = pair.target_norm - pair.draft_norm
     if "kl" in want or "lk" in want or "reverse_kl" in want:
         gap = torch.sub(pair.target_logits, pair.draft_logits, out=scratch[0])  # log p - log q + shift
-        found["kl"] = torch.linalg.vecdot(p, gap) - pair.mass * shift
+        found["kl"] = dot(p, gap, scratch[1]) - pair.mass * shift
         if "reverse_kl" in want:
-            mean_gap = torch.linalg.vecdot(q, gap)
+            mean_gap = dot(q, gap, scratch[1])
             found["reverse_kl"] = shift - mean_gap
             if "reverse_kl" in rows:
                 torch.sub(mean_gap[:, None], gap, out=rows["reverse_kl"]).mul_(q)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from draftsmith.models.comparison import DraftVocabulary, logit_stats
 from draftsmith.models.token_stats import STATISTICS, StatsOptions, TokenStats, needs_teacher
-from draftsmith.models.vocabulary_pass import Job, Readout, Workspace, vocabulary_stats
+from draftsmith.models.vocabulary_pass import Job, Readout, Workspace, precision_of, vocabulary_stats
 
 __all__ = ["STATISTICS", "Head", "StatsOptions", "TokenStats", "logit_stats"]
 
@@ -116,11 +116,11 @@ class Head:
             target_hidden: (teacher_row, hidden).
 
         Returns:
-            (teacher_row, vocab).
+            (teacher_row, vocab), float32 (float64 where the head is).
         """
         hidden = target_hidden.detach().to(self.lm_head.dtype)
-        shape = (len(hidden), len(self.lm_head))
-        logits = self._workspace.tile("shared_teacher", *shape, dtype=hidden.dtype, device=hidden.device)
+        shape, precision = (len(hidden), len(self.lm_head)), precision_of(hidden)
+        logits = self._workspace.tile("shared_teacher", *shape, dtype=precision, device=hidden.device)
         self._teacher_readout.write(hidden, logits)
         return logits
 
@@ -158,6 +158,10 @@ class Head:
         Raises:
             ValueError: an unknown statistic, shapes that do not fit, or top_k together with a draft vocabulary.
         """
+        if teacher_logits is not None and any(x is not None and x.requires_grad for x in (weight, *(bias or ()))):
+            raise ValueError(
+                "teacher_logits may be overwritten before backward needs them again to train weight or bias"
+            )
         readout = self._draft_readout if weight is None else replace(self._draft_readout, weight=weight.detach())
         self._check(draft_hidden, target_hidden, labels, want, readout.weight, teacher_index)
         job = Job(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftsmith.models.comparison import DEAD, DraftVocabulary, compare
+from draftsmith.models.comparison import DEAD, WRITTEN_LAST, DraftVocabulary, compare
 from draftsmith.models.token_stats import StatsOptions, TokenStats, needs_teacher, output_names
 
 log = logging.getLogger(__name__)
@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 MIN_CHUNK_ROWS = 64
 # CPUs have no product of two bfloat16 matrices into float32: this many rows of the head are widened at a time.
 UPCAST_ROWS = 8192
-# A block's buffers should stay in cache while a dozen elementwise passes go over them.
-CPU_BLOCK_BYTES_PER_THREAD = 2**20
-CUDA_BLOCK_BYTES = 16 * 2**20
+# A block's buffers should stay in cache while a dozen elementwise passes go over them, and its passes should not be so
+# short that threads mostly wait for each other: this share of the budget for each buffer, 8 MiB by default.
+BLOCK_SHARE = 32
+NUM_SCRATCH = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,11 @@ def pull_back(gradient: Tensor, weight: Tensor) -> Tensor:
         part = slice(first, first + UPCAST_ROWS)
         out.addmm_(gradient[:, part], weight[part].to(gradient.dtype))
     return out
+
+
+def precision_of(hidden: Tensor) -> torch.dtype:
+    """Of logits and reductions: float32, or float64 where the hidden states are (for gradient checks)."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 class Workspace:
@@ -143,10 +149,14 @@ class Job:
         """
         vocab, teacher_vocab = len(self.draft_readout.weight), len(self.teacher_readout.weight)
         cap = self.draft_readout.softcap if gradient_names else None
-        columns = vocab * (1 + len(gradient_names) + (cap is not None)) + teacher_vocab * needs_teacher(self.want)
-        precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        precision = precision_of(hidden)
         tile = functools.partial(self.workspace.tile, dtype=precision, device=hidden.device)
-        for part in split(len(hidden), columns * torch.finfo(precision).bits // 8, self.options.budget_bytes):
+        has_teacher = needs_teacher(self.want)
+        shared = self._shared_tiles(gradient_names)
+        num_tiles = 1 + len(gradient_names) - len(shared) + (cap is not None)
+        row_bytes = (num_tiles * vocab + has_teacher * teacher_vocab) * torch.finfo(precision).bits // 8
+        budget = self.options.budget_bytes * (BLOCK_SHARE - NUM_SCRATCH - 1) // BLOCK_SHARE
+        for part in split(len(hidden), row_bytes, budget):
             rows = part.stop - part.start
             logits = tile("draft", rows, vocab)
             self.draft_readout.write(hidden[part], logits)
@@ -155,15 +165,21 @@ class Job:
                 slope = torch.mul(logits, -1 / cap**2, out=tile("slope", rows, vocab)).mul_(logits).add_(1)
             if bias is not None:
                 logits.addmm_(bias[0][part].to(precision), bias[1].to(precision).T)
-            gradients = {name: tile(name, rows, vocab) for name in gradient_names}
-            teacher, place = self._teacher(part, tile)
+            teacher, place = self._teacher(part, tile) if has_teacher else (None, None)
+            gradients = {name: tile(shared.get(name, name), rows, vocab) for name in gradient_names}
             found = self._compare(logits, teacher, place, self.labels[part], gradients)
             yield Chunk(part=part, found=found, gradients=gradients, slope=slope)
 
-    def _teacher(self, part: slice, tile: Callable[..., Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    def _shared_tiles(self, gradient_names: Sequence[str]) -> dict[str, str]:
+        """Which gradients are written over logits that nobody reads any more: fewer tiles, larger chunks."""
+        last = [name for name in gradient_names if name in WRITTEN_LAST]
+        free = ["draft"]
+        if self.teacher_index is None and self.draft_vocabulary is None:
+            free.append("teacher")
+        return dict(zip(last, free, strict=False))
+
+    def _teacher(self, part: slice, tile: Callable[..., Tensor]) -> tuple[Tensor, Tensor | None]:
         """The teacher's logits of a chunk, and which of them each row reads (None: its own)."""
-        if not needs_teacher(self.want):
-            return None, None
         if self.teacher_logits is not None:
             index = self.teacher_index
             return (self.teacher_logits[part], None) if index is None else (self.teacher_logits, index[part])
@@ -185,14 +201,15 @@ class Job:
         gradients: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """The elementwise part, in blocks that stay in cache."""
-        block_rows = rows_of_block(logits)
+        row_bytes = logits.shape[-1] * logits.element_size()
+        block_rows = max(torch.get_num_threads(), self.options.budget_bytes // BLOCK_SHARE // row_bytes)
         compiled = self.options.compile and kernel_works(logits.device.type)
         run = compiled_compare() if compiled else compare
         tile = functools.partial(self.workspace.tile, dtype=logits.dtype, device=logits.device)
         found = []
         for first in range(0, len(logits), block_rows):
             block = slice(first, min(first + block_rows, len(logits)))
-            rows = block.stop - block.start
+            scratch = [tile(f"scratch_{i}", block.stop - first, logits.shape[-1]) for i in range(NUM_SCRATCH)]
             teacher_block = teacher
             if teacher is not None:
                 teacher_block = teacher[block] if place is None else teacher[place[block]]
@@ -205,7 +222,7 @@ class Job:
                     {name: row[block] for name, row in gradients.items()},
                     self.options,
                     self.draft_vocabulary,
-                    (None,) * 4 if compiled else [tile(f"scratch_{i}", rows, logits.shape[-1]) for i in range(4)],
+                    (None,) * NUM_SCRATCH if compiled else scratch,
                 )
             )
         return {name: torch.cat([block_found[name] for block_found in found]) for name in found[0]}
@@ -234,15 +251,6 @@ def split(rows: int, bytes_per_row: int, budget_bytes: int) -> Iterator[slice]:
     count = math.ceil(rows / limit)
     for index in range(count):
         yield slice(index * rows // count, (index + 1) * rows // count)
-
-
-def rows_of_block(logits: Tensor) -> int:
-    """How many rows the elementwise part takes at a time."""
-    row_bytes = logits.shape[-1] * logits.element_size()
-    if logits.is_cuda:
-        return max(1, CUDA_BLOCK_BYTES // row_bytes)
-    threads = torch.get_num_threads()
-    return max(threads, CPU_BLOCK_BYTES_PER_THREAD * threads // row_bytes)
 
 
 @functools.cache
@@ -306,8 +314,7 @@ class _VocabularyPass(torch.autograd.Function):
 def _join(name: str, values: list[Tensor], hidden: Tensor) -> Tensor:
     if values:
         return torch.cat(values)
-    precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    return hidden.new_empty(0, dtype=torch.int64 if name.endswith("_token") else precision)
+    return hidden.new_empty(0, dtype=torch.int64 if name.endswith("_token") else precision_of(hidden))
 
 
 def _recompute(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

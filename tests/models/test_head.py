@@ -186,7 +186,7 @@ def test_chunks_change_nothing(chunk, monkeypatch):
     weight, draft, target, labels = problem(rows=15, vocab=1100)
     whole = fields(Head(weight, weight).stats(draft, target, labels, want=DIFFERENTIABLE))
     monkeypatch.setattr(vocabulary_pass, "MIN_CHUNK_ROWS", chunk)
-    monkeypatch.setattr(vocabulary_pass, "CPU_BLOCK_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # blocks of one row
     tight = Head(weight, weight).with_options(StatsOptions(budget_bytes=1))
     pieces = fields(tight.stats(draft, target, labels, want=DIFFERENTIABLE))
     for name, value in whole.items():
@@ -469,3 +469,15 @@ def test_known_teacher_logits_change_nothing(shared):
         torch.testing.assert_close(fields(given)[name], value, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(stats.lk.sum() + stats.ce.sum(), draft)[0] for stats in (plain, given)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="teacher_logits may be overwritten before backward needs them"):
+        head.stats(
+            draft, target, labels, weight=weight.clone().requires_grad_(), teacher_logits=head.teacher_logits(target)
+        )
+
+
+def test_known_teacher_logits_in_low_precision():
+    weight, draft, target, labels = problem(dtype=torch.bfloat16)
+    head = Head(weight, weight)
+    plain = head.stats(draft, target, labels)
+    given = head.stats(draft, target, labels, teacher_logits=head.teacher_logits(target))
+    torch.testing.assert_close(given.kl, plain.kl)
