@@ -21,10 +21,12 @@ from tiny_run import (
     tiny_config,
     update_by_hand,
     update_by_trainer,
+    with_random_weights,
 )
 
 from draftsmith.data.batch import Document, TargetStates
 from draftsmith.data.cache import OnlineStates, StatesConfig
+from draftsmith.models.mtp import MTPConfig
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.train.config import DeepSpeedConfig, TrainerConfig
 from draftsmith.train.loop import train
@@ -40,6 +42,11 @@ def updates(world: World, target: Target) -> dict[str, Any]:
         "chains": (random_drafter(target), [document(5, 2), document(8, 10)]),
         # Only rank 0 has anything to predict: rank 1's last token is its only supervised one.
         "no anchor": (random_drafter(target), [document(8, 10), document(23, 1)]),
+        # The same on an MTP drafter's own tokens.
+        "mtp": (
+            with_random_weights(MTPConfig(checkpoint_depths=True).build(target.spec)),
+            [document(8, 10), document(23, 1)],
+        ),
         # Three rows and two ranks: the fourth is a filler.
         "filler": (random_drafter(target), [document(8, 10), document(4, 6), document(6, 3)]),
     }

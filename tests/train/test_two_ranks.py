@@ -19,7 +19,7 @@ from draftsmith.train.loop import train
 from draftsmith.train.world import World
 
 TESTS = Path(__file__).resolve().parents[1]
-CASES = ("unequal", "chains", "no anchor", "filler")
+CASES = ("unequal", "chains", "no anchor", "mtp", "filler")
 
 
 @pytest.fixture(scope="module")
