@@ -64,7 +64,15 @@ class Head:
         return head
 
     def with_options(self, options: StatsOptions) -> Head:
-        """The same head, whose `stats` compares as the options say."""
+        """The same head, whose `stats` compares as the options say.
+
+        Raises:
+            ValueError: top_k exceeds the vocabulary.
+        """
+        if options.top_k is not None and options.top_k > len(self.lm_head):
+            raise ValueError(
+                f"top_k={options.top_k} exceeds the vocabulary of {len(self.lm_head)}; null compares on all"
+            )
         head = self._copy()
         head.options = options
         return head

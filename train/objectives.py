@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from draftsmith.models.head import TokenStats
 
+NUM_BINS = 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
@@ -166,7 +168,7 @@ def proxies(stats: TokenStats, valid: Tensor, *, top_k: int | None = None) -> di
 
     Returns:
         Means as ratios: expected_accepted and greedy_match (tokens per chain), acceptance and confidence (mean over
-        slots), conditional_k, cumulative_k. Names begin with teacher_forced.
+        slots), conditional_k, cumulative_k, and those of `calibration`. Names begin with teacher_forced.
     """
     prefix = valid_prefix(valid)
     alpha = torch.where(prefix, given(stats.acceptance, "acceptance").detach(), 0)
@@ -188,40 +190,33 @@ def proxies(stats: TokenStats, valid: Tensor, *, top_k: int | None = None) -> di
         accepted, count = survival[..., step].sum(), prefix[..., step].sum()
         measured[f"{name}/conditional_{step + 1}"] = Ratio(numerator=accepted, denominator=reached[..., step].sum())
         measured[f"{name}/cumulative_{step + 1}"] = Ratio(numerator=accepted, denominator=count)
+    measured.update(calibration(stats, valid, top_k=top_k))
     return measured
 
 
-def calibration(
-    stats: TokenStats, valid: Tensor, *, num_bins: int = 10, top_k: int | None = None
-) -> dict[str, tuple[Ratio, Ratio]]:
-    """Confidence against acceptance, in equal bins of confidence.
+def calibration(stats: TokenStats, valid: Tensor, *, top_k: int | None = None) -> dict[str, Ratio]:
+    """Acceptance minus confidence, apart for each tenth of confidence: 0 everywhere where confidence can be believed.
 
     Returns:
-        For each bin "teacher_forced/calibration_<i>" its mean confidence and its mean acceptance. The expected
-        calibration error is the count-weighted mean of their differences, see `expected_calibration_error`.
+        "teacher_forced/calibration_gap_<i>", the mean over slots with confidence in [i / 10, (i + 1) / 10).
     """
     prefix = valid_prefix(valid)
-    confidence = given(stats.confidence, "confidence")[prefix]
-    alpha = given(stats.acceptance, "acceptance").detach()[prefix]
-    bins = (confidence * num_bins).long().clamp(0, num_bins - 1)
-    counts = torch.bincount(bins, minlength=num_bins)
-    said = torch.bincount(bins, weights=confidence.double(), minlength=num_bins)
-    true = torch.bincount(bins, weights=alpha.double(), minlength=num_bins)
+    confidence = torch.where(prefix, given(stats.confidence, "confidence"), 0)
+    gap = torch.where(prefix, given(stats.acceptance, "acceptance").detach(), 0) - confidence
+    bins = (confidence * NUM_BINS).long().clamp(0, NUM_BINS - 1)
     name = "teacher_forced" if top_k is None else f"teacher_forced_top_k_{top_k}"
-    return {
-        f"{name}/calibration_{i}": (
-            Ratio(numerator=said[i], denominator=counts[i]),
-            Ratio(numerator=true[i], denominator=counts[i]),
-        )
-        for i in range(num_bins)
-    }
+    measured = {}
+    for index in range(NUM_BINS):
+        inside = prefix & (bins == index)
+        ratio = Ratio(numerator=torch.where(inside, gap, 0).sum(), denominator=inside.sum())
+        measured[f"{name}/calibration_gap_{index}"] = ratio
+    return measured
 
 
-def expected_calibration_error(bins: dict[str, tuple[Ratio, Ratio]]) -> float | None:
-    """Mean absolute difference of confidence and acceptance over bins, by count; None where nothing counted."""
-    total = sum(float(said.denominator) for said, _ in bins.values())
-    gaps = sum(abs(float(said.numerator) - float(true.numerator)) for said, true in bins.values())
-    return None if total == 0 else gaps / total
+def expected_calibration_error(gaps: dict[str, Ratio]) -> float | None:
+    """The mean absolute gap of `calibration` over its bins, weighted by count; None where nothing was counted."""
+    total = sum(float(gap.denominator) for gap in gaps.values())
+    return None if total == 0 else sum(abs(float(gap.numerator)) for gap in gaps.values()) / total
 
 
 def by_domain(

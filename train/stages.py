@@ -224,6 +224,7 @@ def _collect_terms(config: LossConfig, has_teacher: bool) -> dict[str, Term]:
 
 
 def _check_options(config: LossConfig, wanted: set[str]) -> None:
+    config.options()  # refuses values out of range before any model is loaded
     default = LossConfig()
     compared = wanted - {"ce", "target_ce"}
     if config.lk_eta != default.lk_eta and "lk" not in wanted:

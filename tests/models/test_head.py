@@ -151,6 +151,16 @@ def test_draft_vocabulary_refuses_what_it_cannot_be():
         both.stats(draft, target, labels)
 
 
+def test_options_out_of_range():
+    weight, *_ = problem()
+    for settings in ({"temperature": 0.0}, {"lk_eta": -1.0}, {"top_k": 0}, {"budget_bytes": 0}):
+        (name,) = settings
+        with pytest.raises(ValueError, match=f"{name}="):
+            StatsOptions(**settings)
+    with pytest.raises(ValueError, match="top_k=51 exceeds the vocabulary of 50"):
+        Head(weight, weight).with_options(StatsOptions(top_k=51))
+
+
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_markov_bias_and_own_weight_are_trained_exactly(softcap, monkeypatch):
     monkeypatch.setattr(vocabulary_pass, "MIN_CHUNK_ROWS", 4)

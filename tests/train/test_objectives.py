@@ -176,7 +176,10 @@ def test_nothing_valid_is_not_a_division_by_zero():
 def test_calibration():
     confidence = torch.tensor([[0.95, 0.92, 0.15, 1.0]])
     alpha = torch.tensor([[0.85, 0.82, 0.15, 0.9]])
-    bins = calibration(grid_stats(alpha, confidence=confidence), all_valid(alpha))
-    said, true = bins["teacher_forced/calibration_9"]
-    assert (said.denominator.item(), said.value, true.value) == (3, pytest.approx(2.87 / 3), pytest.approx(2.57 / 3))
-    assert expected_calibration_error(bins) == pytest.approx(0.075)
+    gaps = calibration(grid_stats(alpha, confidence=confidence), all_valid(alpha))
+    top = gaps["teacher_forced/calibration_gap_9"]
+    assert (top.denominator.item(), top.value) == (3, pytest.approx(-0.1))
+    assert gaps["teacher_forced/calibration_gap_1"].value == pytest.approx(0)
+    assert gaps["teacher_forced/calibration_gap_5"].value is None
+    assert expected_calibration_error(gaps) == pytest.approx(0.075)
+    assert gaps.keys() <= proxies(grid_stats(alpha, confidence=confidence), all_valid(alpha)).keys()

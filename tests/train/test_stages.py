@@ -102,6 +102,7 @@ def test_learning_rate_continues_or_warms_again():
         ([stage("a", LK, steps=5), stage("b", E2E, rewarm_steps=6)], {}, "rewarm_steps=6; the stage has 5 steps"),
         ([stage("a", E2E)], {"lk_eta": 2.0}, "loss.lk_eta=2.0 is inert: no stage has an lk term"),
         ([stage("a", CE)], {"temperature": 0.5}, "loss.temperature=0.5 is inert"),
+        ([stage("a", LK)], {"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ([stage("a", CE)], {"top_k": 100}, "loss.top_k=100 is inert"),
     ],
 )
