@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+
 from draftsmith.scripts import benchmark, measure
 from draftsmith.scripts.benchmark_objectives import CASES
 from draftsmith.scripts.measure import Case, Product, Work
