@@ -7,12 +7,11 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.block_attention import Attend, Blocks, flex_block_attention, grouped_attention
 from draftsmith.models.dfly_shape import Shape
-from draftsmith.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
+from draftsmith.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary, gated_silu
 from draftsmith.models.target import TargetSpec
 
 Rotary = tuple[Tensor, Tensor]
@@ -41,9 +40,15 @@ class ContextEncoder(nn.Module):
         shared = None if self.projection is None else self.projection(layers.flatten(2))
         if self.fusion is None:
             return [self.norm(shared)] * self.num_layers
-        fused = self.fusion.softmax(dim=-1) @ layers
-        mixed: Tensor = self.norm(fused if shared is None else fused + shared[:, :, None])
-        return mixed.unbind(dim=2)
+        return [self.norm(_fuse(weights, layers, shared)) for weights in self.fusion.softmax(dim=-1)]
+
+
+def _fuse(weights: Tensor, layers: Tensor, shared: Tensor | None) -> Tensor:
+    """sum_t weights_t layers_t, and the shared view; weights: (layer,), layers: (batch, seq, layer, hidden)."""
+    # A batched product: as one `@` it would be folded into a plain product over a transposed copy of the states.
+    rows = weights.expand(layers.shape[0] * layers.shape[1], 1, -1)
+    fused = torch.bmm(rows, layers.flatten(0, 1)).view_as(layers[:, :, 0])
+    return fused if shared is None else fused.add_(shared)
 
 
 def fusion_logits(num_layers: int, num_captured: int) -> Tensor:
@@ -186,7 +191,7 @@ class CorrectionHead(nn.Module):
     def forward(self, draft: Tensor, previous: Tensor) -> Tensor:
         """draft: (..., hidden), states after the final norm; previous: (..., hidden), embedded -> (..., hidden)."""
         z = torch.cat((self.hidden_norm(draft), self.embedding_norm(previous.to(draft.dtype))), dim=-1)
-        return draft + self.down_proj(F.silu(self.gate_proj(z)) * self.up_proj(z))
+        return draft + self.down_proj(gated_silu(self.gate_proj(z), self.up_proj(z)))
 
 
 class MarkovHead(nn.Module):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
@@ -27,11 +28,34 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden) -> (..., hidden)."""
-        wide = x if x.dtype == torch.float64 else x.float()
-        normed = F.rms_norm(wide, self.weight.shape, eps=self.eps)
-        if self.plus_one:
-            return (normed * (1 + self.weight.to(wide.dtype))).to(x.dtype)
-        return normed.to(x.dtype) * self.weight
+        return _ScaledNorm.apply(x, 1 + _wide(self.weight) if self.plus_one else self.weight, self.eps)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class _ScaledNorm(torch.autograd.Function):
+    """scale * x / rms(x), keeping x and one number for each row; the normed rows are formed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale, inverse)
+        return ((wide * inverse).to(scale.dtype) * scale).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, scale, inverse = ctx.saved_tensors
+        grad = _wide(grads[0])
+        normed = _wide(x) * inverse
+        along = grad * normed
+        grad_scale = along.sum(dim=tuple(range(x.dim() - 1))).to(scale.dtype)
+        along = along.mul_(scale).mean(-1, keepdim=True)
+        grad_x = (grad * scale).sub_(normed.mul_(along)).mul_(inverse)
+        return grad_x.to(x.dtype), grad_scale, None
 
 
 class SwiGLU(nn.Module):
@@ -45,7 +69,25 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden) -> (..., hidden)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up, keeping only its two arguments for backward; both (..., width)."""
+    return _GatedSiLU.apply(gate, up)
+
+
+class _GatedSiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
 
 
 class RotaryEmbedding(nn.Module):

@@ -129,7 +129,7 @@ def test_bfloat16_is_close_to_float64():
         torch.testing.assert_close(own.double(), reference, rtol=0.05, atol=0.05 * float(reference.abs().max()))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["many blocks", "invalid blocks", "packed documents", "windowed"])
 def test_flex_attention_equals_grouped_attention(case):
     """FlexAttention uncompiled, which the CPU has forward only: the same predicate, the same values."""
     documents, anchors, exists, size, window = CASES[case]
@@ -159,6 +159,21 @@ def test_the_block_mask_visits_the_tiles_that_hold_something_visible_and_few_oth
         needed = padded.unflatten(1, (-1, 128)).any(-1).unflatten(0, (-1, 128)).any(1)
         assert (visited[row] | ~needed).all()
         assert int(visited[row].sum()) <= 1.7 * int(needed.sum()) + visited.shape[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 50])
+def test_flex_attention_compiled_for_the_cpu_visits_what_the_block_mask_says(window, monkeypatch):
+    """The compiled kernel skips the tiles that the mask leaves out; the CPU has it forward only."""
+    monkeypatch.setattr(module, "flex_attention", torch.compile(module.flex_attention, dynamic=False))
+    documents = [[i for i, n in enumerate([300, 200, 100]) for _ in range(n)] + [-1] * 40] * 2
+    draw = random.Random(0)
+    anchors = [sorted(draw.sample(range(1, 600), 37)) for _ in range(2)]
+    blocks = make_blocks(documents, anchors, [[True] * 37, [True] * 30 + [False] * 7], 8, window)
+    shapes = [(2, 37, 8, 4, 64), (2, 37, 8, 2, 64), (2, 37, 8, 2, 64), (2, 640, 2, 64), (2, 640, 2, 64)]
+    inputs = [torch.randn(shape) for shape in shapes]
+    out, expected = flex_block_attention(blocks, 640)(*inputs), grouped_attention(blocks, 4)(*inputs)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

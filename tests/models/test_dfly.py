@@ -648,3 +648,21 @@ def test_each_drafter_is_one_yaml(name, parts):
     again = drafter.config.build(SPEC)
     again.load_state_dict(drafter.state_dict())
     assert again.config == drafter.config
+
+
+@pytest.mark.slow
+def test_compiled_layers_change_nothing():
+    results = []
+    for compiled in (False, True):
+        drafter, target_head = new_drafter(compile=compiled), new_head()
+        values = []
+        for length, anchors in ((18, [3, 9]), (22, [2, 5, 8, 11])):
+            batch = new_batch([[length]], drafter)
+            stats = drafter(batch, grid_at(batch, [anchors], drafter), target_head, ("ce",))
+            stats.ce.sum().backward()
+            values.append(stats.ce)
+        results.append(([*values, *(p.grad for p in drafter.parameters())], list(drafter.state_dict())))
+    (eager, names), (compiled_values, compiled_names) = results
+    assert names == compiled_names
+    for own, reference in zip(compiled_values, eager, strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
