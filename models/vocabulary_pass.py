@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +29,8 @@ log = logging.getLogger(__name__)
 MIN_CHUNK_ROWS = 64
 # CPUs have no product of two bfloat16 matrices into float32: this many rows of the head are widened at a time.
 UPCAST_ROWS = 8192
-# A block's buffers should stay in cache while a dozen elementwise passes go over them, and its passes should not be so
-# short that threads mostly wait for each other: this share of the budget for each buffer, 8 MiB by default.
-BLOCK_SHARE = 32
+# The share of the budget for the elementwise part's buffers: small blocks of rows that stay in cache.
+SCRATCH_SHARE = 8
 NUM_SCRATCH = 4
 
 
@@ -155,8 +156,8 @@ class Job:
         shared = self._shared_tiles(gradient_names)
         num_tiles = 1 + len(gradient_names) - len(shared) + (cap is not None)
         row_bytes = (num_tiles * vocab + has_teacher * teacher_vocab) * torch.finfo(precision).bits // 8
-        budget = self.options.budget_bytes * (BLOCK_SHARE - NUM_SCRATCH - 1) // BLOCK_SHARE
-        for part in split(len(hidden), row_bytes, budget):
+        budget_bytes = self.options.budget_bytes - self.options.budget_bytes // SCRATCH_SHARE
+        for part in split(len(hidden), row_bytes, budget_bytes):
             rows = part.stop - part.start
             logits = tile("draft", rows, vocab)
             self.draft_readout.write(hidden[part], logits)
@@ -200,31 +201,30 @@ class Job:
         labels: Tensor,
         gradients: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """The elementwise part, in blocks that stay in cache."""
-        row_bytes = logits.shape[-1] * logits.element_size()
-        block_rows = max(torch.get_num_threads(), self.options.budget_bytes // BLOCK_SHARE // row_bytes)
+        """The elementwise part, in blocks of rows that stay in cache."""
         compiled = self.options.compile and kernel_works(logits.device.type)
-        run = compiled_compare() if compiled else compare
-        tile = functools.partial(self.workspace.tile, dtype=logits.dtype, device=logits.device)
-        found = []
-        for first in range(0, len(logits), block_rows):
+        threads = 1 if compiled or logits.device.type != "cpu" else torch.get_num_threads()
+        block_bytes = self.options.budget_bytes // SCRATCH_SHARE // NUM_SCRATCH // threads
+        block_rows = max(1, block_bytes // (logits.shape[-1] * logits.element_size()))
+
+        def run(first: int) -> dict[str, Tensor]:
             block = slice(first, min(first + block_rows, len(logits)))
-            scratch = [tile(f"scratch_{i}", block.stop - first, logits.shape[-1]) for i in range(NUM_SCRATCH)]
             teacher_block = teacher
             if teacher is not None:
                 teacher_block = teacher[block] if place is None else teacher[place[block]]
-            found.append(
-                run(
-                    logits[block],
-                    teacher_block,
-                    labels[block],
-                    self.want,
-                    {name: row[block] for name, row in gradients.items()},
-                    self.options,
-                    self.draft_vocabulary,
-                    (None,) * NUM_SCRATCH if compiled else scratch,
-                )
+            rows = {name: row[block] for name, row in gradients.items()}
+            inputs = (logits[block], teacher_block, labels[block], self.want, rows, self.options, self.draft_vocabulary)
+            if compiled:
+                return compiled_compare()(*inputs)
+            # Each thread has its own buffers; on a device, calls follow one another.
+            workspace = self.workspace if threads == 1 else _thread.workspace
+            tile = functools.partial(workspace.tile, dtype=logits.dtype, device=logits.device)
+            return compare(
+                *inputs, [tile(f"scratch_{i}", block.stop - first, logits.shape[-1]) for i in range(NUM_SCRATCH)]
             )
+
+        starts = range(0, len(logits), block_rows)
+        found = list(map(run, starts) if threads == 1 else workers(threads).map(run, starts))
         return {name: torch.cat([block_found[name] for block_found in found]) for name in found[0]}
 
 
@@ -251,6 +251,29 @@ def split(rows: int, bytes_per_row: int, budget_bytes: int) -> Iterator[slice]:
     count = math.ceil(rows / limit)
     for index in range(count):
         yield slice(index * rows // count, (index + 1) * rows // count)
+
+
+_thread = threading.local()
+
+
+@functools.cache
+def workers(count: int) -> ThreadPoolExecutor:
+    """Threads that each run operations of torch alone.
+
+    Rows are independent, so each block is one thread's. Were every operation split over all threads instead, they would
+    wait for each other some hundred times in a chunk, for milliseconds each time where another process has a core.
+    """
+    started = threading.Barrier(count)
+
+    def start(_: int) -> None:
+        torch.set_num_threads(1)
+        _thread.workspace = Workspace()
+        started.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="vocabulary")
+    list(pool.map(start, range(count)))
+    torch.set_num_threads(count)  # part of what a thread sets is the process's, such as MKL's number of threads
+    return pool
 
 
 @functools.cache

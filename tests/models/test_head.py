@@ -196,7 +196,6 @@ def test_chunks_change_nothing(chunk, monkeypatch):
     weight, draft, target, labels = problem(rows=15, vocab=1100)
     whole = fields(Head(weight, weight).stats(draft, target, labels, want=DIFFERENTIABLE))
     monkeypatch.setattr(vocabulary_pass, "MIN_CHUNK_ROWS", chunk)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # blocks of one row
     tight = Head(weight, weight).with_options(StatsOptions(budget_bytes=1))
     pieces = fields(tight.stats(draft, target, labels, want=DIFFERENTIABLE))
     for name, value in whole.items():
@@ -205,6 +204,24 @@ def test_chunks_change_nothing(chunk, monkeypatch):
         (a,) = torch.autograd.grad(whole[name].sum(), draft, retain_graph=True)
         (b,) = torch.autograd.grad(pieces[name].sum(), draft, retain_graph=True)
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_threads_change_nothing():
+    weight, draft, target, labels = problem(rows=150, vocab=700)
+    head = Head(weight, weight).with_options(StatsOptions(budget_bytes=2**19))
+    before = torch.get_num_threads()
+    found = {}
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            stats = fields(head.stats(draft, target, labels, want=DIFFERENTIABLE))
+            gradients = torch.autograd.grad(sum(stats[name].sum() for name in DIFFERENTIABLE), draft)
+            found[threads] = (*stats.values(), *gradients)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for one, three in zip(found[1], found[3], strict=True):
+        torch.testing.assert_close(one, three, rtol=1e-12, atol=1e-12)
 
 
 def test_chunks_respect_budget_and_floor():
