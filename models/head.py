@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.models.comparison import DraftVocabulary, logit_stats
+from draftsmith.models.readout import Readout, precision_of
 from draftsmith.models.token_stats import STATISTICS, StatsOptions, TokenStats, needs_teacher
-from draftsmith.models.vocabulary_pass import Job, Readout, Workspace, precision_of, vocabulary_stats
+from draftsmith.models.vocabulary_pass import Job, Workspace, vocabulary_stats
 
 __all__ = ["STATISTICS", "Head", "StatsOptions", "TokenStats", "logit_stats"]
 
