@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.models.layers import RMSNorm
+from draftsmith.models.layers import RMSNorm, RotaryEmbedding, apply_rotary
 from draftsmith.models.target import Target
 
 if TYPE_CHECKING:
@@ -120,7 +120,27 @@ def _why_not_layer(drafter: DFly, target: Target, index: int) -> str | None:
     for norm, width in norms:
         if norm_scale(norm, width, spec.rms_norm_eps) is None:
             return f"has {type(norm).__name__}, no RMSNorm"
-    return None
+    return None if _keys_equal(drafter, target, index) else "rotates or projects its keys in another way"
+
+
+@torch.no_grad()
+def _keys_equal(drafter: DFly, target: Target, index: int) -> bool:
+    """Whether our rotary embedding on a layer's own projections gives the keys that the layer itself caches.
+
+    Families that rotate interleaved pairs have the same parts and names as those that rotate halves.
+    """
+    layer: Any = target.decoder_layer(index)
+    ids = torch.arange(8, device=target.device)[None] % target.spec.vocab_size
+    kv_cache = target.new_kv_cache()
+    read = target.extend(ids, kv_cache, (index - 1,)).layers[:, :, 0]
+    theirs = kv_cache.layers[index].keys.transpose(1, 2)
+    keys = layer.self_attn.k_proj(layer.input_layernorm(read)).unflatten(-1, (-1, target.spec.head_dim))
+    if target.spec.qk_norm:
+        keys = layer.self_attn.k_norm(keys)
+    rotary = RotaryEmbedding(target.spec).to(target.device)
+    ours = apply_rotary(keys, *rotary(torch.arange(8, device=target.device)))
+    tolerance = 1e-4 if keys.dtype == torch.float32 else 2e-2
+    return torch.allclose(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
 @torch.no_grad()

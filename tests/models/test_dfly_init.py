@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import GemmaConfig, GemmaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from draftsmith.models.dfly import DFly, DFlyConfig
 from draftsmith.models.dfly_init import copy_target_layers, norm_scale, why_not
@@ -174,6 +183,8 @@ def test_targets_whose_layers_are_of_another_kind():
         Qwen3Config, Qwen3ForCausalLM, use_sliding_window=True, sliding_window=4, max_window_layers=2
     )
     assert "has sliding_attention" in DFlyConfig().build(sliding.spec).initialise(sliding)
+    interleaved = build_target(Ernie4_5Config, Ernie4_5ForCausalLM)  # Llama's names, but rotates interleaved pairs
+    assert "rotates or projects its keys in another way" in DFlyConfig().build(interleaved.spec).initialise(interleaved)
 
 
 def test_auto_says_what_it_did_and_random_leaves_the_weights(llama):
