@@ -24,9 +24,7 @@ def distribution(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tens
         ValueError: temperature or top_p outside its range.
     """
     if not temperature > 0:
-        raise ValueError(
-            f"temperature is {temperature}; a distribution needs one above 0 (greedy: take the argmax)"
-        )
+        raise ValueError(f"temperature is {temperature}; a distribution needs one above 0 (greedy: take the argmax)")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be in (0, 1], and 1 keeps every token")
     probs = torch.softmax(logits.float() / temperature, dim=-1)
