@@ -51,6 +51,7 @@ def decode_prompts(
     prompts: Sequence[Prompt],
     config: DecodingConfig,
     *,
+    plain: Sequence[Generation] | None = None,
     seed: int = 0,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
@@ -58,6 +59,8 @@ def decode_prompts(
 
     Args:
         drafter: on the target's device, in its dtype.
+        plain: what `decode_plainly` gave for these prompts, to compare many drafters; None: decoded here, next to each
+            speculative decode, as a comparison of speed needs.
         seed: at temperature > 0, of both decodes; what is drawn for a prompt does not depend on the other prompts.
         on_outcome: called after each prompt.
 
@@ -74,24 +77,37 @@ def decode_prompts(
             )
     for prompt in prompts[:1]:  # the first calls pay for lazy initialisation, which is not decoding
         short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
-        _decode_both(target, drafter, prompt, short, seed)
+        _plain(target, prompt, short, seed)
+        _speculative(target, drafter, prompt, short, seed)
     outcomes = []
-    for prompt in prompts:
-        outcomes.append(_decode_both(target, drafter, prompt, config, seed))
+    for place, prompt in enumerate(prompts):
+        baseline = _plain(target, prompt, config, seed) if plain is None else plain[place]
+        generation = _speculative(target, drafter, prompt, config, seed)
+        divergence = None
+        if config.temperature == 0 and baseline.tokens != generation.tokens:
+            divergence = _first_divergence(target, prompt, baseline.tokens, generation.tokens)
+        outcomes.append(Outcome(prompt=prompt, plain=baseline, speculative=generation, divergence=divergence))
         on_outcome(outcomes[-1])
     return outcomes
 
 
-def _decode_both(target: Target, drafter: Drafter[Any], prompt: Prompt, config: DecodingConfig, seed: int) -> Outcome:
-    tokens = prompt.tokens.to(target.device)
-    plain = plain_decode(target, tokens, config, _generator(target.device, seed, prompt, "plain"))
-    speculative = speculative_decode(
-        target, drafter, tokens, config, _generator(target.device, seed, prompt, "speculative")
-    )
-    divergence = None
-    if config.temperature == 0 and plain.tokens != speculative.tokens:
-        divergence = _first_divergence(target, prompt, plain.tokens, speculative.tokens)
-    return Outcome(prompt=prompt, plain=plain, speculative=speculative, divergence=divergence)
+def decode_plainly(
+    target: Target, prompts: Sequence[Prompt], config: DecodingConfig, *, seed: int = 0
+) -> list[Generation]:
+    """Decodes every prompt with the target alone; see `decode_prompts`."""
+    return [_plain(target, prompt, config, seed) for prompt in prompts]
+
+
+def _plain(target: Target, prompt: Prompt, config: DecodingConfig, seed: int) -> Generation:
+    generator = _generator(target.device, seed, prompt, "plain")
+    return plain_decode(target, prompt.tokens.to(target.device), config, generator)
+
+
+def _speculative(
+    target: Target, drafter: Drafter[Any], prompt: Prompt, config: DecodingConfig, seed: int
+) -> Generation:
+    generator = _generator(target.device, seed, prompt, "speculative")
+    return speculative_decode(target, drafter, prompt.tokens.to(target.device), config, generator)
 
 
 def _generator(device: torch.device, seed: int, prompt: Prompt, purpose: str) -> torch.Generator:

@@ -83,8 +83,8 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     _print_plan(config, loaded, data, output, console)
 
     target = load_target(config, loaded.record)
-    drafter = _in_dtype_of(loaded.drafter, target)
-    prompts = _choose_prompts(config, data, target, console)
+    drafter = in_dtype_of(loaded.drafter, target)
+    prompts = choose_prompts(config.prompts, config.num_prompts, data, target, console)
     longest = max(len(prompt.tokens) for prompt in prompts)
     console.print(f"{len(prompts)} prompts of at most {longest} tokens; each is decoded plainly, then with the drafter")
     outcomes = _decode_with_progress(target, drafter, prompts, config, console)
@@ -130,7 +130,8 @@ def load_target(config: EvaluateConfig, record: dict[str, Any]) -> Target:
     return target
 
 
-def _in_dtype_of(drafter: Drafter[Any], target: Target) -> Drafter[Any]:
+def in_dtype_of(drafter: Drafter[Any], target: Target) -> Drafter[Any]:
+    """The drafter on the target's device and in its dtype, as both decode."""
     return drafter.to(device=target.device, dtype=DTYPES[target.config.dtype])
 
 
@@ -143,16 +144,24 @@ def _thinking_warnings(wanted: bool | None, trained: bool | None) -> list[str]:
     ]
 
 
-def _choose_prompts(config: EvaluateConfig, data: DataConfig, target: Target, console: Console) -> list[Prompt]:
-    if config.prompts != HELD_OUT:
-        return read_prompts(Path(config.prompts), target.tokenizer, thinking=data.thinking, count=config.num_prompts)
+def choose_prompts(source: str, count: int, data: DataConfig, target: Target, console: Console) -> list[Prompt]:
+    """The first `count` prompts of a source.
+
+    Args:
+        source: a JSONL file, or held_out: the conversations that training on `data` leaves out.
+
+    Raises:
+        ValueError: there are none, or the file cannot be used.
+    """
+    if source != HELD_OUT:
+        return read_prompts(Path(source), target.tokenizer, thinking=data.thinking, count=count)
     if data.held_out_fraction == 0:
         raise ValueError(
             "the drafter was trained with data.held_out_fraction=0, on all there is; give prompts=FILE.jsonl"
         )
     documents = load_documents(data, target.tokenizer, held_out=True)
     documents.report.print(console)
-    prompts = held_out_prompts(documents.documents, config.num_prompts)
+    prompts = held_out_prompts(documents.documents, count)
     if not prompts:
         raise ValueError("no held-out conversation has a prompt before its first answer; give prompts=FILE.jsonl")
     return prompts

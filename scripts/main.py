@@ -9,6 +9,7 @@ VERBS = {
     "preview": "show the plan, and rendered documents with what is supervised in them",
     "cache": "run the target over the data and keep its states on disk",
     "evaluate": "measure a drafter by real speculative decoding",
+    "ablate": "train several drafters alike, and compare them by real speculative decoding",
     "report": "show the figures of an evaluation again",
     "export": "write a checkpoint's drafter as a folder that loads by itself",
 }

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from draftsmith.train.checkpoint import CHECKPOINTS, clear_later, find_checkpoint, refuse_torn, write_whole
 from draftsmith.train.config import TrainConfig
@@ -117,15 +117,27 @@ def refuse_changed_config(folder: Path, config: TrainConfig) -> None:
     Raises:
         ValueError: a field that decides results differs.
     """
-    before = dict(_flatten(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
-    after = dict(_flatten(OmegaConf.to_container(OmegaConf.create(config_yaml(config)))))
+    before = _decisive(OmegaConf.load(folder / "config.yaml"))
+    after = decisive_settings(config)
     for key in sorted(before.keys() | after.keys()):
-        free = any(key == name or key.startswith(f"{name}.") for name in FREE_TO_CHANGE)
-        if not free and before.get(key) != after.get(key):
+        if before.get(key) != after.get(key):
             raise ValueError(
                 f"resume: {key} was {before.get(key)} in {folder} and is {after.get(key)} now, which decides results; "
                 f"set it back ({key}={before.get(key)}), or start a new run with another run_name"
             )
+
+
+def decisive_settings(config: TrainConfig) -> dict[str, Any]:
+    """The fields that decide results, by their dotted names."""
+    return _decisive(OmegaConf.create(config_yaml(config)))
+
+
+def _decisive(node: DictConfig | ListConfig) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in _flatten(OmegaConf.to_container(node))
+        if not any(key == name or key.startswith(f"{name}.") for name in FREE_TO_CHANGE)
+    }
 
 
 def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

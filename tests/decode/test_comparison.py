@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from toy_drafters import RandomDrafter, TableDrafter
 
-from draftsmith.decode.comparison import Outcome, decode_prompts
+from draftsmith.decode.comparison import Outcome, decode_plainly, decode_prompts
 from draftsmith.decode.prompts import Prompt
 from draftsmith.decode.speculative import DecodingConfig
 from draftsmith.models.target import Target, TargetConfig
@@ -89,3 +90,22 @@ def test_a_prompt_too_long_for_the_target_is_refused(target: Target) -> None:
     long = prompt(*([5] * 500))
     with pytest.raises(ValueError, match=r"has 500 tokens; with max_new_tokens=10 and 3 drafts .* leave 499"):
         decode_prompts(target, RandomDrafter(3, 320), [long], DecodingConfig(max_new_tokens=10))
+
+
+def test_known_plain_outputs_are_compared_with_and_not_decoded_again(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, config = [prompt(50, 51), prompt(60)], DecodingConfig(max_new_tokens=3)
+    plain = decode_plainly(target, prompts, config)
+    drafter = RandomDrafter(2, target.spec.vocab_size)
+    expected = decode_prompts(target, drafter, prompts, config)
+    assert [outcome.plain.tokens for outcome in expected] == [generation.tokens for generation in plain]
+    passes: list[int] = []
+    extend = target.extend
+    monkeypatch.setattr(target, "extend", lambda ids, *rest: passes.append(ids.shape[1]) or extend(ids, *rest))
+    outcomes = decode_prompts(target, drafter, prompts, config, plain=plain)
+    assert passes == [2, 1, 1, 2, 3, 3, 2, 3, 3, 1, 3, 3]  # only the warm-up, of three passes each, has a plain one
+    assert [outcome.plain for outcome in outcomes] == plain
+    wrong = [replace(generation, tokens=[1, 2, 3]) for generation in plain]
+    outcomes = decode_prompts(target, drafter, prompts, config, plain=wrong)
+    assert [outcome.divergence is None for outcome in outcomes] == [False, False]
