@@ -289,10 +289,15 @@ class DFly(Drafter[ContextCache]):
         )
         x = self._embed_blocks(anchor_ids[:, None], target_head)
         draft = self.backbone(x, anchor, cache.contexts(), blocks)[:, 0]
+        # Where no state depends on the token before it, one vocabulary product serves all steps.
+        together = target_head.logits(draft) if self.correction is None else None
         tokens, probs, confidence, previous = [], [], [], anchor_ids
         for step in range(self.num_draft_tokens):
             state = self._corrected(draft[:, step], previous, target_head)
-            logits = self._logits(state, previous, target_head)
+            logits = target_head.logits(state) if together is None else together[:, step]
+            if self.markov is not None:
+                rows, basis = self.markov(previous)
+                logits = logits + rows @ basis.T
             if self.confidence is None:
                 confidence.append(logits.float().softmax(-1).amax(-1))
             else:
@@ -308,14 +313,6 @@ class DFly(Drafter[ContextCache]):
             probs=torch.stack(probs, dim=1) if probs else None,
             confidence=torch.stack(confidence, dim=1),
         )
-
-    def _logits(self, state: Tensor, previous: Tensor, target_head: Head) -> Tensor:
-        """state: (row, hidden), previous: (row,) token ids -> (row, vocab)."""
-        logits = target_head.logits(state)
-        if self.markov is None:
-            return logits
-        rows, basis = self.markov(previous)
-        return logits + rows @ basis.T
 
 
 def _gold_predecessors(batch: Batch, grid: Grid) -> Tensor:
