@@ -62,8 +62,8 @@ class Proposal:
     Attributes:
         tokens: (batch, step) int64.
         probs: (batch, step, vocab) float32, the distributions that the tokens were drawn from; None for greedy drafts.
-        confidence: (batch, step) float32, max_v q_v of each draft's distribution at temperature 1, or what the drafter's
-            own confidence head says of its acceptance.
+        confidence: (batch, step) float32, max_v q_v of each draft's distribution at temperature 1, or what a
+            confidence head says of the draft's acceptance.
     """
 
     tokens: Tensor
