@@ -155,11 +155,13 @@ class Documents:
 
     Attributes:
         domains: the sources' domains, in the order of the configuration; `Batch.domain_ids` indexes it.
+        num_other_side: how many documents are on the other side of the held-out split.
     """
 
     documents: list[Document]
     domains: tuple[str, ...]
     report: Report
+    num_other_side: int = 0
 
 
 def load_documents(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: bool) -> Documents:
@@ -177,14 +179,16 @@ def load_documents(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, he
         raise ValueError(_why_nothing(config, report))
     side = [document for document in documents if is_held_out(document, config.held_out_fraction) == held_out]
     if not side:
+        # Held-out documents are asked for to decode them, when the drafter is trained and the fraction settled.
         raise ValueError(
-            f"data.held_out_fraction={config.held_out_fraction} leaves none of {len(documents)} documents"
-            f" {'held out' if held_out else 'to train on'}; {'raise' if held_out else 'lower'} it, or give more data"
+            f"data.held_out_fraction={config.held_out_fraction} leaves none of {len(documents)} documents "
+            + ("held out; give prompts=FILE.jsonl" if held_out else "to train on; lower it, or give more data")
         )
     return Documents(
         documents=sorted(side, key=lambda document: _digest(f"{config.seed}:{document.id}")),
         domains=tuple(dict.fromkeys(source.domain for source in config.sources)),
         report=report,
+        num_other_side=len(documents) - len(side),
     )
 
 
@@ -203,7 +207,10 @@ def _why_nothing(config: DataConfig, report: Report) -> str:
         reasons = "; ".join(_line(reason, places) for reason, places in report.unsupervised.items())
         return f"0 of {count(report.unsupervised)} documents have supervised tokens; {reasons}"
     reasons = "; ".join(_line(reason, places) for reason, places in report.skipped.items()) or "no records in it"
-    return f"no usable conversation in {paths}: {reasons}. Each record needs messages (role, content)"
+    return (
+        f"no usable conversation in {paths}: {reasons}. Each record needs messages (role, content) or ShareGPT's "
+        "conversations (from, value)"
+    )
 
 
 def _documents(source: SourceConfig, renderer: Renderer, report: Report, seen: set[int]) -> Iterator[Document]:

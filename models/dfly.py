@@ -119,6 +119,7 @@ class DFly(Drafter[ContextCache]):
         self.correction = CorrectionHead(shape) if config.head == "correction" else None
         self.markov = MarkovHead(spec.vocab_size, config.markov_rank) if config.head == "markov" else None
         self.confidence = nn.Linear(shape.hidden, 1) if config.confidence_head else None
+        self.has_confidence_head = config.confidence_head
         self.apply(draw_weights)
         if config.compile:
             for layer in self.backbone.layers:

@@ -82,12 +82,14 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
         spec: the shape of its target.
         target_layer_ids: the 0-based decoder layers whose outputs it reads; empty: only the final state.
         num_draft_tokens: how many tokens it proposes in one round, the length of the grid's step axis.
+        has_confidence_head: whether it estimates the acceptance of its own drafts.
     """
 
     config: DrafterConfig
     spec: TargetSpec
     target_layer_ids: tuple[int, ...]
     num_draft_tokens: int
+    has_confidence_head: bool = False
 
     def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
         """The grid to train on: a pure function of (batch, seed, epoch), the same for every drafter."""

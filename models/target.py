@@ -51,6 +51,10 @@ class TargetConfig:
     mask_token_id: int | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("which target? add target.path=, a Hugging Face id or a local folder")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSpec:

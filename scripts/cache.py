@@ -23,9 +23,7 @@ def main(config: TrainConfig) -> None:
     console = Console()
     world = World.join()
     try:
-        prepared = prepare(config, world)
-        prepared.documents.report.print(console)
-        prepared.plan.print(console)
+        prepared = prepare(config, world, console)
         folder = fill_cache(config, prepared, world)
     finally:
         world.leave()

@@ -35,11 +35,9 @@ def main(config: TrainConfig) -> None:
     console = Console()
     world = World.join()
     try:
-        prepared = prepare(config, world)
+        prepared = prepare(config, world, console)
     finally:
         world.leave()
-    prepared.documents.report.print(console)
-    prepared.plan.print(console)
     for document in prepared.documents.documents[:SHOWN_DOCUMENTS]:
         supervised = int(document.supervised.sum())
         console.rule(f"{document.domain} {document.id}: {len(document)} tokens, the {supervised} in «» supervised")

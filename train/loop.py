@@ -16,7 +16,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import MetricsLog
 from draftsmith.train.optimizer import build_optimizer, learning_rate
 from draftsmith.train.plan import BatchShape, prepare
-from draftsmith.train.run_folder import choose_run_folder, write_records
+from draftsmith.train.run_folder import choose_run_folder, refuse_changed_facts, write_records
 from draftsmith.train.states import open_states
 from draftsmith.train.step import DrafterWithObjective, run_step
 from draftsmith.train.world import World
@@ -34,15 +34,13 @@ def train(config: TrainConfig, world: World) -> Path:
     for note in folder.notes:
         console.print(note, soft_wrap=True)
 
-    prepared = prepare(config, world)
+    prepared = prepare(config, world, console)
     plan, drafter, documents = prepared.plan, prepared.drafter, prepared.documents
-    documents.report.print(console)
-    plan.print(console)
     facts = plan.facts(prepared.target.fingerprint)
+    world.decided_by_rank_zero(lambda: refuse_changed_facts(folder, facts))
+    states = open_states(config, prepared, world)
     world.decided_by_rank_zero(lambda: write_records(folder, config, facts))
-    loader = Loader(
-        documents, row_tokens=plan.row_tokens, seed=config.seed, states=open_states(config, prepared, world)
-    )
+    loader = Loader(documents, row_tokens=plan.row_tokens, seed=config.seed, states=states)
     target_head = prepared.target.head.with_options(config.loss.options())
     record = new_record(prepared.target, config.data, run=folder.path.name)
     del prepared  # with cached states only the target's head is needed from here on

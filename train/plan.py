@@ -96,6 +96,7 @@ class RunPlan:
     """
 
     num_documents: int
+    num_held_out: int
     documents_digest: str
     num_tokens: int
     num_rows: int
@@ -139,6 +140,7 @@ class RunPlan:
             )
         return cls(
             num_documents=len(documents.documents),
+            num_held_out=documents.num_other_side,
             documents_digest=_digest(documents),
             num_tokens=sum(len(document) for document in documents.documents),
             num_rows=loader.num_rows,
@@ -164,6 +166,13 @@ class RunPlan:
             "target": target_fingerprint,
         }
 
+    @property
+    def held_out(self) -> str:
+        """How many documents evaluation has to itself, in words."""
+        if self.num_held_out == 0:
+            return "none held out, so evaluation needs prompts=FILE.jsonl"
+        return f"{self.num_held_out:,} more held out for evaluation"
+
     def print(self, console: Console) -> None:
         """Prints the plan and the schedule of the loss."""
         batch = self.batch
@@ -172,7 +181,7 @@ class RunPlan:
         used = self.num_tokens / (self.num_rows * self.row_tokens)
         table = Table("", "", title="plan", show_header=False)
         for name, value in (
-            ("documents", f"{self.num_documents:,} with {self.num_tokens:,} tokens"),
+            ("documents", f"{self.num_documents:,} with {self.num_tokens:,} tokens; {self.held_out}"),
             ("rows", f"{self.num_rows:,} of {self.row_tokens:,} tokens, {used:.0%} filled"),
             (
                 "rows per step",
@@ -201,6 +210,16 @@ def _digest(documents: Documents) -> str:
     return hashlib.sha256("\n".join(document.id for document in documents.documents).encode()).hexdigest()[:32]
 
 
+def _check_confidence(config: TrainConfig, drafter: Drafter[Any]) -> None:
+    """Refuses a confidence term in the loss of a drafter that has no confidence head."""
+    terms = [term for stage in config.loss.stages for term in stage.terms]
+    if any(term.objective == "confidence" for term in terms) and not drafter.has_confidence_head:
+        raise ValueError(
+            "the loss has the term confidence, and this drafter has no confidence head; choose drafter=dspark (or "
+            "drafter.confidence_head=true of a block drafter), or another loss"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """What preview, cache and training begin with.
@@ -216,8 +235,8 @@ class Prepared:
     plan: RunPlan
 
 
-def prepare(config: TrainConfig, world: World) -> Prepared:
-    """Loads target and documents, builds the drafter, and derives the plan.
+def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
+    """Loads target and documents, builds the drafter, derives the plan, and prints what it found.
 
     Raises:
         ValueError: anything in the configuration, the target or the data that cannot work.
@@ -225,9 +244,11 @@ def prepare(config: TrainConfig, world: World) -> Prepared:
     batch = BatchShape.derive(config.trainer, world.size)
     target = world.first_on_each_machine(lambda: Target.load(config.target, device=world.device))
     documents = world.first_on_each_machine(lambda: load_documents(config.data, target.tokenizer, held_out=False))
+    documents.report.print(console)
     torch.manual_seed(config.seed)
     drafter = config.drafter.build(target.spec)
     drafter.check_documents(documents.documents)
+    _check_confidence(config, drafter)
     initialisation = drafter.initialise(target)
     manifest = CacheManifest.of(
         documents.documents,
@@ -248,4 +269,5 @@ def prepare(config: TrainConfig, world: World) -> Prepared:
         cache_bytes=manifest.num_bytes,
         batch=batch,
     )
+    plan.print(console)
     return Prepared(target=target, documents=documents, drafter=drafter, manifest=manifest, plan=plan)

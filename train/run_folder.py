@@ -50,11 +50,15 @@ class RunFolder:
 
 
 def choose_run_folder(config: TrainConfig) -> RunFolder:
-    """Makes a new run folder, or finds the one to resume. Rank 0 only: the other ranks are told.
+    """Chooses a new run folder, or finds the one to resume. Rank 0 only: the other ranks are told.
+
+    A new folder is made by `write_records`, once nothing can be refused any more.
 
     Raises:
-        ValueError: the folder holds another run, or what should be resumed cannot be.
+        ValueError: the folder holds another run or cannot be made, or what should be resumed cannot be.
     """
+    if config.run_name is not None and Path(config.run_name).name != config.run_name:
+        raise ValueError(f"run_name={config.run_name} is no plain folder name; say where it lies by output_dir=...")
     if config.resume is None:
         return RunFolder(path=_new_folder(config), checkpoint=None)
     if config.resume == "auto":
@@ -63,7 +67,7 @@ def choose_run_folder(config: TrainConfig) -> RunFolder:
         path = Path(config.output_dir).resolve() / config.run_name
         checkpoints = path / CHECKPOINTS
         if not any(checkpoints.glob("step_*")):
-            path.mkdir(parents=True, exist_ok=True)
+            _make_writable(path.parent)
             note = f"resume=auto: no checkpoint in {path}, starting anew"
             folder = RunFolder(path=path, checkpoint=None, notes=(note,))
         else:
@@ -82,19 +86,24 @@ def choose_run_folder(config: TrainConfig) -> RunFolder:
 
 def _new_folder(config: TrainConfig) -> Path:
     root = Path(config.output_dir).resolve()
-    if config.run_name is None:
-        # The suffix keeps two runs of one second apart; mkdir without exist_ok settles what is left.
-        path = root / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
-        path.mkdir(parents=True)
-        return path
-    path = root / config.run_name
-    path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
+    _make_writable(root)
+    # The suffix keeps two runs of one second apart.
+    path = root / (config.run_name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}")
+    if path.exists() and any(path.iterdir()):
         raise ValueError(
             f"{path} is not empty; go on with that run by resume=auto, or choose another run_name than "
             f"{config.run_name}"
         )
     return path
+
+
+def _make_writable(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir={root} cannot be made ({error}); choose another output_dir") from error
+    if not os.access(root, os.W_OK):
+        raise ValueError(f"output_dir={root} cannot be written to; choose another output_dir")
 
 
 def _explicit(config: TrainConfig, path: Path) -> RunFolder:
@@ -156,8 +165,8 @@ def config_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def write_records(folder: RunFolder, config: TrainConfig, facts: dict[str, Any]) -> None:
-    """Writes config.yaml and run.json once; on a later start compares the facts instead. Rank 0 only.
+def refuse_changed_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
+    """Compares with the run's run.json, where there is one. Rank 0 only.
 
     Args:
         facts: what the run computed about itself that decides its results, such as total_steps and world_size.
@@ -166,30 +175,38 @@ def write_records(folder: RunFolder, config: TrainConfig, facts: dict[str, Any])
         ValueError: a fact of the resumed run has changed.
     """
     record_path = folder.path / "run.json"
-    if record_path.exists() and config.resume is None:
-        raise ValueError(f"another run has begun in {folder.path} meanwhile; choose another run_name")
-    if record_path.exists():
-        before = json.loads(record_path.read_text())["facts"]
-        for name, value in facts.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"resume: {name} was {before.get(name)} in {folder.path} and is {value} now, which decides "
-                    "results; bring the former data, target and number of ranks back, or start a new run with another "
-                    "run_name"
-                )
+    before = json.loads(record_path.read_text())["facts"] if record_path.exists() else facts
+    for name, value in facts.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"resume: {name} was {before.get(name)} in {folder.path} and is {value} now, which decides results; "
+                "bring the former data, target and number of ranks back, or start a new run with another run_name"
+            )
+
+
+def write_records(folder: RunFolder, config: TrainConfig, facts: dict[str, Any]) -> None:
+    """Makes the run folder and writes config.yaml and run.json, once. Rank 0 only.
+
+    Raises:
+        ValueError: another run took the folder meanwhile.
+    """
+    if (folder.path / "run.json").exists():
+        if config.resume is None:
+            raise ValueError(f"another run has begun in {folder.path} meanwhile; choose another run_name")
         return
     record = {
         "argv": sys.argv,
         "cwd": os.getcwd(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain")),
+        "git_dirty": None if _git("rev-parse", "HEAD") is None else bool(_git("status", "--porcelain")),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in RECORDED_VERSIONS}},
         "seeds": {"seed": config.seed},
         "facts": facts,
     }
+    folder.path.mkdir(exist_ok=True)
     write_whole(folder.path / "config.yaml", config_yaml(config))
-    write_whole(record_path, json.dumps(record, indent=2) + "\n")
+    write_whole(folder.path / "run.json", json.dumps(record, indent=2) + "\n")
 
 
 def _git(*arguments: str) -> str | None:

@@ -260,7 +260,7 @@ def _lengths(stages: list[StageConfig], total_steps: int) -> list[int]:
         if length < 1 or length > remaining:
             raise ValueError(
                 f"loss stage {stage.name} is inert: {remaining} of the run's {total_steps} steps are left for it and "
-                f"it would have {length}; shorten the stages before it or train longer"
+                f"it would have {length}; shorten the stages before it or raise trainer.steps (or trainer.epochs)"
             )
         lengths.append(length)
     return lengths

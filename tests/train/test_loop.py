@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny_run import tiny_config, write_conversations
 
@@ -155,7 +156,7 @@ def test_the_target_is_neither_trained_nor_saved(
     total = sum(path.stat().st_size for path in (folder / "checkpoints" / "step_000010").rglob("*") if path.is_file())
     # Weights, masters, two moments, and the export: five times the drafter, and no target.
     assert total < 5 * drafter_bytes + 100_000
-    prepared = prepare(config, world)
+    prepared = prepare(config, world, Console(quiet=True))
     module = DrafterWithObjective(prepared.drafter, prepared.plan.schedule, ("chat",), None, world.device)
     before = prepared.target.fingerprint
     engine = start_engine(config, module, prepared.plan.batch)

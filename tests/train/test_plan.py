@@ -13,6 +13,8 @@ from draftsmith.data.packing import Loader
 from draftsmith.train.checkpoint import TrainState
 from draftsmith.train.config import TrainerConfig
 from draftsmith.train.plan import BatchShape, prepare
+from draftsmith.train.stages import StageConfig
+from draftsmith.train.terms import TermConfig
 from draftsmith.train.world import World
 
 
@@ -78,7 +80,7 @@ def test_steps_or_epochs_but_not_both() -> None:
 
 def test_the_plan_tells_what_will_happen(world: World, target_path: Path, conversations: Path, tmp_path: Path) -> None:
     config = tiny_config(target_path, conversations, tmp_path)
-    prepared = prepare(config, world)
+    prepared = prepare(config, world, Console(quiet=True))
     plan = prepared.plan
     tokens = sum(len(document) for document in prepared.documents.documents)
     assert (plan.num_documents, plan.num_rows, plan.steps_per_epoch, plan.total_steps) == (10, 10, 5, 10)
@@ -102,4 +104,13 @@ def test_warm_up_longer_than_the_run_is_refused(
 ) -> None:
     config = tiny_config(target_path, conversations, tmp_path)
     with pytest.raises(ValueError, match=r"optimizer\.warmup=10(\.0)? gives 10 warm-up steps of 10 in all"):
-        prepare(replace(config, optimizer=replace(config.optimizer, warmup=10)), world)
+        prepare(replace(config, optimizer=replace(config.optimizer, warmup=10)), world, Console(quiet=True))
+
+
+def test_a_confidence_term_needs_a_drafter_with_a_confidence_head(
+    world: World, target_path: Path, conversations: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(target_path, conversations, tmp_path)
+    stage = StageConfig(name="all", terms=[TermConfig(objective="confidence"), TermConfig(objective="kl")])
+    with pytest.raises(ValueError, match=r"no confidence head; choose drafter=dspark"):
+        prepare(replace(config, loss=replace(config.loss, stages=[stage])), world, Console(quiet=True))

@@ -8,7 +8,7 @@ import pytest
 from tiny_run import tiny_config
 
 from draftsmith.train.config import TrainConfig, WandbConfig
-from draftsmith.train.run_folder import RunFolder, choose_run_folder, write_records
+from draftsmith.train.run_folder import RunFolder, choose_run_folder, refuse_changed_facts, write_records
 
 FACTS = {"total_steps": 10, "world_size": 1}
 
@@ -32,7 +32,24 @@ def test_two_runs_of_one_second_have_two_folders(config: TrainConfig) -> None:
     unnamed = replace(config, run_name=None)
     folders = {choose_run_folder(unnamed).path for _ in range(20)}
     assert len(folders) == 20
-    assert all(path.is_dir() for path in folders)
+
+
+def test_a_folder_is_made_only_once_nothing_can_be_refused_any_more(config: TrainConfig) -> None:
+    for resume in (None, "auto"):
+        folder = choose_run_folder(replace(config, resume=resume))
+        assert not folder.path.exists()
+    write_records(folder, config, FACTS)
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "run.json"]
+
+
+def test_a_name_that_leaves_the_output_folder_and_a_place_that_cannot_be_written_are_refused(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"run_name=a/\.\./b is no plain folder name"):
+        choose_run_folder(replace(config, run_name="a/../b"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output_dir=.*file/outputs cannot be made .*choose another output_dir"):
+        choose_run_folder(replace(config, output_dir=str(tmp_path / "file" / "outputs")))
 
 
 def test_a_folder_lies_where_the_user_stands(
@@ -116,7 +133,7 @@ def test_a_changed_fact_is_refused_with_both_values(config: TrainConfig) -> None
     begun(config)
     again = replace(config, resume="auto")
     with pytest.raises(ValueError, match=r"world_size was 1 .* and is 2 now"):
-        write_records(choose_run_folder(again), again, {**FACTS, "world_size": 2})
+        refuse_changed_facts(choose_run_folder(again), {**FACTS, "world_size": 2})
 
 
 def test_what_changes_no_weight_may_change(config: TrainConfig) -> None:
