@@ -14,7 +14,7 @@ from draftsmith.configs.schema import restore
 from draftsmith.data.conversations import DataConfig, load_documents
 from draftsmith.decode.comparison import Outcome, decode_prompts
 from draftsmith.decode.prompts import Prompt, held_out_prompts, read_prompts
-from draftsmith.decode.report import circumstances, summarise, table, write_report
+from draftsmith.decode.report import check_writable, circumstances, summarise, table, write_report
 from draftsmith.decode.speculative import DecodingConfig
 from draftsmith.models.drafter import Drafter
 from draftsmith.models.export import LoadedDrafter, check_fingerprint, load_drafter
@@ -29,11 +29,11 @@ class EvaluateConfig(DecodingConfig):
 
     Attributes:
         drafter_path: a folder that `draftsmith export` wrote, or the drafter folder of a checkpoint.
-        target: path or id in place of the recorded one (the same weights somewhere else); None: the recorded one.
+        target_path: path or id in place of the recorded one (the same weights somewhere else); None: the recorded one.
         revision: branch, tag or commit of a Hugging Face id; None: the recorded one.
         dtype: what target and drafter compute in; None: the recorded one.
         attention: transformers' attention implementation; None: the recorded one.
-        device: such as cpu or cuda:0; None: the GPU where there is one.
+        device: cpu, cuda or cuda:N; None: the GPU where there is one.
         prompts: held_out (conversations kept from training), or a JSONL file of prompts.
         num_prompts: at most how many.
         thinking: the template's thinking mode; None: the recorded one.
@@ -42,7 +42,7 @@ class EvaluateConfig(DecodingConfig):
     """
 
     drafter_path: str = ""
-    target: str | None = None
+    target_path: str | None = None
     revision: str | None = None
     dtype: str | None = None
     attention: str | None = None
@@ -72,7 +72,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         The content of evaluation.json.
 
     Raises:
-        ValueError: the drafter, its target or the prompts cannot be used.
+        ValueError: the drafter, its target, the prompts, the device or the output cannot be used.
     """
     loaded = load_drafter(Path(config.drafter_path))
     data = restore(DataConfig, loaded.record["data"], "the drafter's record of its data")
@@ -80,9 +80,11 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     if config.thinking is not None:
         data = replace(data, thinking=config.thinking)
     output = Path(config.output or Path(config.drafter_path) / "evaluation.json")
+    check_writable(output)
+    device = choose_device(config.device)
     _print_plan(config, loaded, data, output, console)
 
-    target = load_target(config, loaded.record)
+    target = load_target(config, loaded.record, device)
     drafter = in_dtype_of(loaded.drafter, target)
     prompts = choose_prompts(config.prompts, config.num_prompts, data, target, console)
     longest = max(len(prompt.tokens) for prompt in prompts)
@@ -106,7 +108,29 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     return report
 
 
-def load_target(config: EvaluateConfig, record: dict[str, Any]) -> Target:
+def choose_device(name: str | None) -> torch.device:
+    """The device of this name, or without one the GPU where there is one.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name}: this is no device; use device=cpu, device=cuda or device=cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name}: no CUDA device here; use device=cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ValueError(f"device={name}: the last CUDA device here is cuda:{last}; use device=cuda:{last}")
+    return device
+
+
+def load_target(config: EvaluateConfig, record: dict[str, Any], device: torch.device) -> Target:
     """The target that the drafter was trained for, with the chat template it was trained with.
 
     Raises:
@@ -115,13 +139,12 @@ def load_target(config: EvaluateConfig, record: dict[str, Any]) -> Target:
     trained = restore(TargetConfig, record["target"], "the drafter's record of its target")
     wanted = replace(
         trained,
-        path=config.target or trained.path,
-        revision=config.revision if config.target else config.revision or trained.revision,
+        path=config.target_path or trained.path,
+        revision=config.revision if config.target_path else config.revision or trained.revision,
         attention=config.attention or trained.attention,
     )
     if Path(wanted.path).is_absolute() and not Path(wanted.path).exists():
-        raise ValueError(f"the drafter's target {wanted.path} is not there; say where it is with target=PATH")
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        raise ValueError(f"the drafter's target {wanted.path} is not there; say where it is with target_path=PATH")
     target = Target.load(wanted, device=device)
     check_fingerprint(record, target)  # of weights in the recorded dtype
     if config.dtype not in (None, trained.dtype):
@@ -178,7 +201,7 @@ def _print_plan(
     for line in (
         f"drafter   {config.drafter_path}: {type(drafter).__name__}, {parameters:,} parameters, "
         f"{drafter.num_draft_tokens} drafts a round, of run {loaded.record['run']}",
-        f"target    {config.target or loaded.record['target']['path']}, "
+        f"target    {config.target_path or loaded.record['target']['path']}, "
         f"{config.dtype or loaded.record['target']['dtype']}",
         f"prompts   {f'held out of {sources}' if config.prompts == HELD_OUT else config.prompts}, "
         f"at most {config.num_prompts}, thinking={data.thinking}",

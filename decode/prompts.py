@@ -78,7 +78,10 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, *, thinking: bo
             raise ValueError(f"{place}: {error}; mend or remove this record") from error
         prompts.append(Prompt(id=place, tokens=tokens, domain=path.stem))
     if not prompts:
-        raise ValueError(f"{path} holds no prompts")
+        raise ValueError(
+            f'prompts={path} holds no prompts; write lines of {{"prompt": text}} or {{"messages": [{{"role": "user", '
+            '"content": text}]}'
+        )
     return prompts
 
 

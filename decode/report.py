@@ -99,10 +99,31 @@ def hardware(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def check_writable(path: Path) -> None:
+    """Makes the folder of a report that is yet to be measured, and tries to write there.
+
+    Raises:
+        ValueError: the report could not be written.
+    """
+    advice = "give a file that can be written, such as output=evaluation.json"
+    try:
+        if path.is_dir():
+            raise ValueError(f"output={path} is a folder; {advice}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _partial(path).touch()
+        _partial(path).unlink()
+    except OSError as error:
+        raise ValueError(f"output={path} cannot be written ({error.strerror}: {error.filename}); {advice}") from error
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Writes evaluation.json, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     partial.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
 

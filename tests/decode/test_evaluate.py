@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 
 from draftsmith.data.conversations import DataConfig, SourceConfig, load_documents
-from draftsmith.decode.evaluate import EvaluateConfig, evaluate
+from draftsmith.decode.evaluate import EvaluateConfig, choose_device, evaluate
 from draftsmith.models.dfly import DFlyConfig
 from draftsmith.models.export import new_record, save_drafter
 from draftsmith.models.target import Target, TargetConfig
+from draftsmith.scripts.main import main
 
 THINKING = "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}"
 
@@ -119,7 +120,7 @@ def test_the_recorded_template_is_used_whatever_the_target_brings(
     """The same weights with another template beside them."""
     path = new_target(tmp_path / "moved", template="C5")
     folder = export(tmp_path / "export", target, data)
-    report, _ = run(folder, target=str(path))
+    report, _ = run(folder, target_path=str(path))
     think = target.tokenizer.convert_tokens_to_ids("<think>")
     assert all(think not in prompt["prompt_tokens"] for prompt in report["prompts"])
     assert report["target"] == str(path)
@@ -155,8 +156,71 @@ def test_another_target_is_refused(drafter_path: Path, new_target: Callable[...,
     other = new_target(tmp_path / "other", seed=5)
     before = sorted(drafter_path.iterdir())
     with pytest.raises(ValueError, match=r"was trained for target .* has fingerprint"):
-        run(drafter_path, target=str(other))
+        run(drafter_path, target_path=str(other))
     assert sorted(drafter_path.iterdir()) == before
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+    """`draftsmith evaluate` as typed."""
+    monkeypatch.setattr("sys.argv", ["draftsmith", "evaluate", "num_prompts=2", "max_new_tokens=4", *overrides])
+    main()
+
+
+def test_the_command_takes_a_target_from_elsewhere_and_refuses_another(
+    drafter_path: Path,
+    target: Target,
+    new_target: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    same, other = new_target(tmp_path / "same"), new_target(tmp_path / "other", seed=5)
+    output = tmp_path / "e.json"
+    command(monkeypatch, f"drafter_path={drafter_path}", f"target_path={same}", f"output={output}")
+    report = json.loads(output.read_text())
+    assert (report["target"], report["target_fingerprint"]) == (str(same), target.fingerprint)
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="1"):
+        command(monkeypatch, f"drafter_path={drafter_path}", f"target_path={other}", f"output={output}")
+    error = capsys.readouterr().err
+    fingerprint = Target.load(TargetConfig(path=str(other)), device="cpu").fingerprint
+    assert "error: the drafter was trained for target" in error
+    assert f"fingerprint {target.fingerprint}" in error
+    assert f"{other} (revision None, dtype float32) has fingerprint {fingerprint}" in error
+    assert json.loads(output.read_text()) == report
+
+
+def test_the_command_refuses_an_output_or_a_device_before_any_work(
+    drafter_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "file").touch()
+    for override, message in (
+        ("output=/proc/nope/e.json", "output=/proc/nope/e.json cannot be written (No such file or directory: /proc/"),
+        (f"output={tmp_path}/file/e.json", f"output={tmp_path}/file/e.json cannot be written ("),
+        (f"output={tmp_path}", f"output={tmp_path} is a folder; give a file"),
+        ("device=cuda", "device=cuda: no CUDA device here; use device=cpu\n"),
+        ("device=cuda:1", "device=cuda:1: no CUDA device here; use device=cpu\n"),
+        ("device=gpu", "device=gpu: this is no device; use device=cpu, device=cuda or device=cuda:N\n"),
+        ("device=cuda:x", "device=cuda:x: this is no device; use device=cpu"),
+        ("device=meta", "device=meta: this is no device; use device=cpu"),
+    ):
+        with pytest.raises(SystemExit, match="1"):
+            command(monkeypatch, f"drafter_path={drafter_path}", override)
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"error: {message}")
+        assert printed.out == ""
+
+
+def test_a_device_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(choose_device(name)) for name in (None, "cuda:1", "cpu")] == ["cuda", "cuda:1", "cpu"]
+    with pytest.raises(ValueError, match=r"device=cuda:2: the last CUDA device here is cuda:1; use device=cuda:1"):
+        choose_device("cuda:2")
 
 
 def test_dtype_and_attention_can_be_chosen(drafter_path: Path, tmp_path: Path) -> None:
@@ -172,6 +236,9 @@ def test_nothing_held_out_is_an_error_that_says_what_to_give(target: Target, dat
     folder = export(tmp_path / "export", target, replace(data, held_out_fraction=0.0))
     with pytest.raises(ValueError, match=r"give prompts=FILE\.jsonl"):
         run(folder)
+    folder = export(tmp_path / "small", target, replace(data, held_out_fraction=1e-9))
+    with pytest.raises(ValueError, match=r"leaves none of 40 documents held out; give prompts=FILE\.jsonl"):
+        run(folder)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +248,7 @@ def test_nothing_held_out_is_an_error_that_says_what_to_give(target: Target, dat
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"prompts": "absent.jsonl"}, "no such file"),
         ({"dtype": "int8"}, "choose one of"),
-        ({"target": "/absent"}, "with target=PATH"),
+        ({"target_path": "/absent"}, "with target_path=PATH"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(drafter_path: Path, settings: dict[str, Any], message: str) -> None:

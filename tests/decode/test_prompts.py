@@ -88,5 +88,7 @@ def test_a_record_that_is_no_prompt_is_refused_with_its_place(
 def test_missing_and_empty_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         read_prompts(tmp_path / "absent.jsonl", tokenizer, thinking=None, count=1)
-    with pytest.raises(ValueError, match="holds no prompts"):
+    with pytest.raises(
+        ValueError, match=r'holds no prompts; write lines of {"prompt": text} or {"messages": .*"content": text}\]}'
+    ):
         read_prompts(write(tmp_path / "empty.jsonl"), tokenizer, thinking=None, count=1)

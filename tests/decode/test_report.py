@@ -14,7 +14,7 @@ from toy_drafters import RandomDrafter, TableDrafter
 
 from draftsmith.decode.comparison import Divergence, Outcome
 from draftsmith.decode.prompts import Prompt
-from draftsmith.decode.report import circumstances, read_report, summarise, table, write_report
+from draftsmith.decode.report import check_writable, circumstances, read_report, summarise, table, write_report
 from draftsmith.decode.speculative import DecodingConfig, Generation
 from draftsmith.models.target import Target, TargetConfig
 
@@ -124,6 +124,13 @@ def test_the_file_is_written_whole(target: Target, tmp_path: Path, monkeypatch: 
         write_report(path, {**report, "acceptance_length": float("nan")})
     assert path.read_text() == before
     assert [entry.name for entry in path.parent.iterdir()] == ["evaluation.json"]
+
+
+def test_a_report_that_can_be_written_leaves_nothing_but_its_folder(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "deeper" / "evaluation.json")
+    assert list((tmp_path / "new" / "deeper").iterdir()) == []
+    with pytest.raises(ValueError, match=r"cannot be written \(File name too long"):
+        check_writable(tmp_path / ("e" * 300))
 
 
 def test_the_circumstances_of_a_figure_stand_beside_it(target: Target) -> None:
