@@ -30,7 +30,7 @@ from draftsmith.models.mtp import MTPConfig
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.train.config import DeepSpeedConfig, TrainerConfig
 from draftsmith.train.loop import train
-from draftsmith.train.run_folder import choose_run_folder
+from draftsmith.train.run_folder import choose_run_folder, write_records
 from draftsmith.train.world import World
 
 
@@ -109,7 +109,9 @@ def folders(world: World, base: Path) -> dict[str, Any]:
     config = replace(tiny_config(base / "target", base / "data", base / "folders"), run_name=None)
     if world.rank == 1:
         time.sleep(1.1)
-    chosen = all_say(world, str(world.decided_by_rank_zero(lambda: choose_run_folder(config)).path))
+    folder = world.decided_by_rank_zero(lambda: choose_run_folder(config))
+    world.decided_by_rank_zero(lambda: write_records(folder, config, {}))
+    chosen = all_say(world, str(folder.path))
     try:
         world.decided_by_rank_zero(lambda: choose_run_folder(replace(config, resume="nowhere")))
         said = "nothing"
