@@ -36,14 +36,6 @@ class Ratio:
         return None if count == 0 else float(self.numerator) / count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSum:
-    """What a micro-batch gives: a sum, not a mean, to be divided by the count of the whole optimizer step."""
-
-    total: Tensor
-    metrics: dict[str, Ratio]
-
-
 def lk_hybrid(kl: Tensor, tv: Tensor, eta: float) -> Tensor:
     """LK-hybrid for each token: lambda KL + (1 - lambda) TV, lambda = exp(-eta sg[1 - TV]) (arXiv 2602.23881).
 
