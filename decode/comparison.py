@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.decode.prompts import Prompt
 from draftsmith.decode.speculative import DecodingConfig, Generation, plain_decode, speculative_decode
@@ -75,19 +76,21 @@ def decode_prompts(
                 f"{drafter.num_draft_tokens} drafts the target's {target.spec.max_position_embeddings} positions leave "
                 f"{longest}; lower max_new_tokens, or take other prompts"
             )
+    short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
     for prompt in prompts[:1]:  # the first calls pay for lazy initialisation, which is not decoding
-        short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
-        _plain(target, prompt, short, seed)
-        _speculative(target, drafter, prompt, short, seed)
+        _plain(target, [prompt], short, seed)
+        _speculative(target, drafter, [prompt], short, seed)
     outcomes = []
-    for place, prompt in enumerate(prompts):
-        baseline = _plain(target, prompt, config, seed) if plain is None else plain[place]
-        generation = _speculative(target, drafter, prompt, config, seed)
-        divergence = None
-        if config.temperature == 0 and baseline.tokens != generation.tokens:
-            divergence = _first_divergence(target, prompt, baseline.tokens, generation.tokens)
-        outcomes.append(Outcome(prompt=prompt, plain=baseline, speculative=generation, divergence=divergence))
-        on_outcome(outcomes[-1])
+    for start in range(0, len(prompts), config.batch_size):
+        batch = prompts[start : start + config.batch_size]
+        baseline = _plain(target, batch, config, seed) if plain is None else plain[start : start + len(batch)]
+        generations = _speculative(target, drafter, batch, config, seed)
+        for prompt, one, other in zip(batch, baseline, generations, strict=True):
+            divergence = None
+            if config.temperature == 0 and one.tokens != other.tokens:
+                divergence = _first_divergence(target, prompt, one.tokens, other.tokens)
+            outcomes.append(Outcome(prompt=prompt, plain=one, speculative=other, divergence=divergence))
+            on_outcome(outcomes[-1])
     return outcomes
 
 
@@ -95,19 +98,24 @@ def decode_plainly(
     target: Target, prompts: Sequence[Prompt], config: DecodingConfig, *, seed: int = 0
 ) -> list[Generation]:
     """Decodes every prompt with the target alone; see `decode_prompts`."""
-    return [_plain(target, prompt, config, seed) for prompt in prompts]
+    starts = range(0, len(prompts), config.batch_size)
+    return [one for start in starts for one in _plain(target, prompts[start : start + config.batch_size], config, seed)]
 
 
-def _plain(target: Target, prompt: Prompt, config: DecodingConfig, seed: int) -> Generation:
-    generator = _generator(target.device, seed, prompt, "plain")
-    return plain_decode(target, prompt.tokens.to(target.device), config, generator)
+def _plain(target: Target, batch: Sequence[Prompt], config: DecodingConfig, seed: int) -> list[Generation]:
+    generator = _generator(target.device, seed, batch[0], "plain")
+    return plain_decode(target, _tokens(batch, target.device), config, generator)
 
 
 def _speculative(
-    target: Target, drafter: Drafter[Any], prompt: Prompt, config: DecodingConfig, seed: int
-) -> Generation:
-    generator = _generator(target.device, seed, prompt, "speculative")
-    return speculative_decode(target, drafter, prompt.tokens.to(target.device), config, generator)
+    target: Target, drafter: Drafter[Any], batch: Sequence[Prompt], config: DecodingConfig, seed: int
+) -> list[Generation]:
+    generator = _generator(target.device, seed, batch[0], "speculative")
+    return speculative_decode(target, drafter, _tokens(batch, target.device), config, generator)
+
+
+def _tokens(batch: Sequence[Prompt], device: torch.device) -> list[Tensor]:
+    return [prompt.tokens.to(device) for prompt in batch]
 
 
 def _generator(device: torch.device, seed: int, prompt: Prompt, purpose: str) -> torch.Generator:

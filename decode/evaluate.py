@@ -205,7 +205,7 @@ def _print_plan(
         f"{config.dtype or loaded.record['target']['dtype']}",
         f"prompts   {f'held out of {sources}' if config.prompts == HELD_OUT else config.prompts}, "
         f"at most {config.num_prompts}, thinking={data.thinking}",
-        f"decoding  {sampling}, batch 1, at most {config.max_new_tokens} new tokens: "
+        f"decoding  {sampling}, batch {config.batch_size}, at most {config.max_new_tokens} new tokens: "
         f"{config.num_prompts * config.max_new_tokens:,} target passes at most for the baseline",
         f"output    {output}",
     ):

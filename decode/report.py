@@ -45,7 +45,7 @@ def summarise(
         "verification": "greedy" if greedy else "speculative_sampling",
         "draft_sampling": "greedy" if greedy else config.draft_sampling,
         "max_new_tokens": config.max_new_tokens,
-        "batch": 1,
+        "batch": config.batch_size,
         "seed": seed,
         "target": target.config.path,
         "target_revision": target.config.revision,

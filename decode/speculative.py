@@ -1,18 +1,20 @@
-"""Plain and speculative decoding of one request with the target's KV cache.
+"""Plain and speculative decoding of a batch of requests with the target's KV cache.
 
-Both start with one pass over the prompt, which gives the first token. From then on plain decoding reads one token in
-each target pass. Speculative decoding reads the last committed token (the anchor) and the drafter's proposal in one
-pass, keeps what the target agrees with, and crops the rest out of the cache.
+Both start with one pass over the prompts, which gives the first tokens. From then on plain decoding reads one token of
+each request in each target pass. Speculative decoding reads the last committed token (the anchor) and the drafter's
+proposal in one pass, and keeps what the target agrees with.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.data.batch import TargetStates
 from draftsmith.decode.verification import Verdict, verify_greedy, verify_sampled
@@ -33,12 +35,15 @@ class DecodingConfig:
         top_p: mass of the nucleus that tokens are drawn from, at temperature > 0; 1: all tokens.
         draft_sampling: at temperature > 0, ``sampled``: drafts are drawn as the target's tokens are; ``greedy``: they
             are the drafter's argmax, and verified as the point masses that they are.
+        batch_size: how many requests are decoded together, at temperature 0. Acceptance is the same for every size;
+            speed at 1 is that of one user alone.
     """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     draft_sampling: str = "sampled"
+    batch_size: int = 1
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -49,6 +54,13 @@ class DecodingConfig:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1], and 1 keeps every token")
         if self.draft_sampling not in DRAFT_SAMPLING:
             raise ValueError(f"draft_sampling is {self.draft_sampling!r}; choose one of {', '.join(DRAFT_SAMPLING)}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if self.batch_size > 1 and self.temperature > 0:
+            raise ValueError(
+                f"batch_size is {self.batch_size} at temperature {self.temperature}: what is drawn for a prompt must "
+                "not depend on the others; set batch_size=1, or temperature=0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +71,8 @@ class Generation:
         tokens: the output, its end token included.
         accepted: for each round (target pass after the prompt's), how many of its drafts were emitted.
         acceptance: for each round, the analytic acceptance probability of each step, `Verdict.acceptance`.
-        seconds: wall time from the prompt to the last token, the pass over the prompt included.
+        seconds: wall time from the prompt to the last token, the pass over the prompt included; of requests that
+            were decoded together, the equal share of each.
     """
 
     tokens: list[int]
@@ -101,54 +114,65 @@ def end_tokens(target: Target) -> frozenset[int]:
 
 @torch.no_grad()
 def plain_decode(
-    target: Target, prompt: Tensor, config: DecodingConfig, generator: torch.Generator | None = None
-) -> Generation:
-    """One token for each target pass: the baseline.
+    target: Target, prompts: Sequence[Tensor], config: DecodingConfig, generator: torch.Generator | None = None
+) -> list[Generation]:
+    """One token of each request for each target pass: the baseline.
 
     Args:
-        prompt: (seq,) int64, on the target's device.
+        prompts: each (seq,) int64, on the target's device; decoded together, as one batch.
         generator: for temperature > 0.
+
+    Raises:
+        ValueError: several prompts, and a target that takes only one at a time.
     """
     started = time.perf_counter()
-    kv_cache = target.new_kv_cache()
-    output = _Output(end_tokens(target), config.max_new_tokens)
-    unread = prompt[None]
-    while not output.finished:
+    kv_cache = target.new_kv_cache(len(prompts))
+    outputs = _outputs(target, prompts, config)
+    unread, counts = pad_sequence(list(prompts), batch_first=True), [len(prompt) for prompt in prompts]
+    while not all(output.finished for output in outputs):
         states = target.extend(unread, kv_cache, ())
-        kv_cache.crop(0)  # a sliding-window layer drops what has left its window only here
-        unread = _choose(target.head.logits(states.final[:, -1]), config, generator)[:, None]
-        output.emit(unread[0].tolist())
-    return Generation(tokens=output.tokens, accepted=[], acceptance=[], seconds=time.perf_counter() - started)
+        kv_cache.keep(counts)
+        unread = _choose(target.head.logits(_newest(states.final, counts)), config, generator)[:, None]
+        counts = [output.emit(tokens) for output, tokens in zip(outputs, unread.tolist(), strict=True)]
+    seconds = (time.perf_counter() - started) / len(prompts)
+    return [Generation(tokens=output.tokens, accepted=[], acceptance=[], seconds=seconds) for output in outputs]
 
 
 @torch.no_grad()
 def speculative_decode(
     target: Target,
     drafter: Drafter[Any],
-    prompt: Tensor,
+    prompts: Sequence[Tensor],
     config: DecodingConfig,
     generator: torch.Generator | None = None,
-) -> Generation:
-    """One drafted block for each target pass; the output is the one of `plain_decode` (in distribution, when sampled).
+) -> list[Generation]:
+    """One drafted block of each request for each target pass.
+
+    The outputs are those of `plain_decode` (in distribution, when sampled).
 
     Args:
-        prompt: (seq,) int64, on the device of target and drafter.
+        prompts: each (seq,) int64, on the device of target and drafter; decoded together, as one batch.
         generator: for temperature > 0.
+
+    Raises:
+        ValueError: several prompts, and a target that takes only one at a time.
     """
     started = time.perf_counter()
-    kv_cache, draft_cache = target.new_kv_cache(), drafter.new_cache(1)
-    output = _Output(end_tokens(target), config.max_new_tokens)
-    accepted: list[int] = []
-    acceptance: list[Tensor] = []
+    kv_cache, draft_cache = target.new_kv_cache(len(prompts)), drafter.new_cache(len(prompts))
+    outputs = _outputs(target, prompts, config)
+    accepted: list[list[int]] = [[] for _ in prompts]
+    acceptance: list[list[list[float]]] = [[] for _ in prompts]
     draft_temperature = config.temperature if config.draft_sampling == "sampled" else 0.0
 
-    states = target.extend(prompt[None], kv_cache, drafter.target_layer_ids)
-    kv_cache.crop(0)
-    anchor = _choose(target.head.logits(states.final[:, -1]), config, generator)
-    committed = torch.cat((prompt[1:], anchor))
-    output.emit(anchor.tolist())
-    while not output.finished:
-        _observe(drafter, draft_cache, states, committed)
+    prompt_ids, counts = pad_sequence(list(prompts), batch_first=True), [len(prompt) for prompt in prompts]
+    states = target.extend(prompt_ids, kv_cache, drafter.target_layer_ids)
+    kv_cache.keep(counts)
+    anchor = _choose(target.head.logits(_newest(states.final, counts)), config, generator)
+    for output, token in zip(outputs, anchor.tolist(), strict=True):
+        output.emit([token])
+    following = _place_next(prompt_ids[:, 1:], counts, anchor)
+    while not all(output.finished for output in outputs):
+        _observe(drafter, draft_cache, states, following, counts)
         proposal = drafter.propose(
             draft_cache,
             anchor,
@@ -159,21 +183,57 @@ def speculative_decode(
         )
         states = target.extend(torch.cat((anchor[:, None], proposal.tokens), 1), kv_cache, drafter.target_layer_ids)
         verdict = _verify(proposal, target.head.logits(states.final), config, generator)
-        num_accepted = int(verdict.num_accepted)
-        kv_cache.crop(num_accepted - proposal.tokens.shape[1])
-        anchor = verdict.next_token
-        committed = torch.cat((proposal.tokens[0, :num_accepted], anchor))
-        accepted.append(min(num_accepted, output.emit(committed.tolist())))
-        acceptance.append(verdict.acceptance[0])
-    rows = torch.stack(acceptance).tolist() if acceptance else []
-    return Generation(tokens=output.tokens, accepted=accepted, acceptance=rows, seconds=time.perf_counter() - started)
+        # A finished request stays in the batch and takes nothing in any more.
+        going = [not output.finished for output in outputs]
+        num_accepted = verdict.num_accepted.tolist()
+        counts = [(count + 1) * goes for count, goes in zip(num_accepted, going, strict=True)]
+        kv_cache.keep(counts)
+        anchor = torch.where(torch.tensor(going, device=anchor.device), verdict.next_token, anchor)
+        following = _place_next(proposal.tokens, counts, anchor)
+        for request, (tokens, rates) in enumerate(zip(following.tolist(), verdict.acceptance.tolist(), strict=True)):
+            if going[request]:
+                emitted = outputs[request].emit(tokens[: counts[request]])
+                accepted[request].append(min(num_accepted[request], emitted))
+                acceptance[request].append(rates)
+    seconds = (time.perf_counter() - started) / len(prompts)
+    return [
+        Generation(tokens=output.tokens, accepted=accepted[i], acceptance=acceptance[i], seconds=seconds)
+        for i, output in enumerate(outputs)
+    ]
 
 
-def _observe(drafter: Drafter[Any], draft_cache: object, states: TargetStates, committed: Tensor) -> None:
+def _outputs(target: Target, prompts: Sequence[Tensor], config: DecodingConfig) -> list[_Output]:
+    ends = end_tokens(target)
+    return [_Output(ends, config.max_new_tokens) for _ in prompts]
+
+
+def _newest(states: Tensor, counts: list[int]) -> Tensor:
+    """The last real position of each request. states: (batch, seq, hidden), left-aligned -> (batch, hidden)."""
+    last = torch.tensor(counts, device=states.device) - 1
+    return states[torch.arange(len(counts), device=states.device), last.clamp(min=0)]
+
+
+def _place_next(tokens: Tensor, counts: list[int], next_token: Tensor) -> Tensor:
+    """The token after each of the newest positions: their own, and next_token after the last of them.
+
+    Args:
+        tokens: (batch, seq - 1), the tokens of the positions but for the first.
+        counts: how many of the seq positions are real in each request.
+
+    Returns:
+        (batch, seq).
+    """
+    last = (torch.tensor(counts, device=tokens.device) - 1).clamp(min=0)
+    return torch.cat((tokens, next_token[:, None]), dim=1).scatter(1, last[:, None], next_token[:, None])
+
+
+def _observe(
+    drafter: Drafter[Any], draft_cache: object, states: TargetStates, following: Tensor, counts: list[int]
+) -> None:
     """Shows the drafter the positions that are followed by committed tokens; states of rejected drafts come after."""
-    count = len(committed)
-    verified = TargetStates(layers=states.layers[:, :count], final=states.final[:, :count])
-    drafter.observe(draft_cache, verified, committed[None], torch.tensor([count], device=committed.device))
+    most = max(counts)
+    verified = TargetStates(layers=states.layers[:, :most], final=states.final[:, :most])
+    drafter.observe(draft_cache, verified, following[:, :most], torch.tensor(counts, device=following.device))
 
 
 def _choose(logits: Tensor, config: DecodingConfig, generator: torch.Generator | None) -> Tensor:

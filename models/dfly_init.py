@@ -131,9 +131,9 @@ def _keys_equal(drafter: DFly, target: Target, index: int) -> bool:
     """
     layer: Any = target.decoder_layer(index)
     ids = torch.arange(8, device=target.device)[None] % target.spec.vocab_size
-    kv_cache = target.new_kv_cache()
+    kv_cache = target.new_kv_cache(1)
     read = target.extend(ids, kv_cache, (index - 1,)).layers[:, :, 0]
-    theirs = kv_cache.layers[index].keys.transpose(1, 2)
+    theirs = kv_cache.layers.layers[index].keys.transpose(1, 2)
     keys = layer.self_attn.k_proj(layer.input_layernorm(read)).unflatten(-1, (-1, target.spec.head_dim))
     if target.spec.qk_norm:
         keys = layer.self_attn.k_norm(keys)

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data.batch import TargetStates
 from draftsmith.data.wheels import smollm2_folder
 from draftsmith.models.head import Head
+from draftsmith.models.kv_cache import KVCache
 from draftsmith.models.rope import rope_frequencies
 from draftsmith.models.target_head import build_head, check_head
 
@@ -191,29 +192,30 @@ class Target:
         """
         return self._run(input_ids, layer_ids, None)
 
-    def extend(self, input_ids: Tensor, kv_cache: DynamicCache, layer_ids: Sequence[int]) -> TargetStates:
-        """States of new tokens after those in the cache, which takes them in.
-
-        Roll back n of them with ``kv_cache.crop(-n)``. Call it after every `extend`, with 0 where all stay: a sliding
-        layer keeps its whole past until then.
+    def extend(self, input_ids: Tensor, kv_cache: KVCache, layer_ids: Sequence[int]) -> TargetStates:
+        """States of new tokens after those in the cache, which takes them in; `KVCache.keep` has to follow.
 
         Args:
-            input_ids: (batch, seq), the new tokens.
+            input_ids: (batch, seq), the new tokens of each request, left-aligned.
         """
         return self._run(input_ids, layer_ids, kv_cache)
 
     @torch.no_grad()
-    def _run(self, input_ids: Tensor, layer_ids: Sequence[int], kv_cache: DynamicCache | None) -> TargetStates:
+    def _run(self, input_ids: Tensor, layer_ids: Sequence[int], kv_cache: KVCache | None) -> TargetStates:
         check_layer_ids(layer_ids, self.spec.num_layers)
         captured: list[Tensor] = []
 
         def capture(module: nn.Module, args: Any, output: Any) -> None:
             captured.append(output[0] if isinstance(output, tuple) else output)
 
+        arguments: dict[str, Any] = {"input_ids": input_ids.to(self.device), "use_cache": kv_cache is not None}
+        if kv_cache is not None:
+            arguments[self._cache_argument] = kv_cache.layers
+            arguments["position_ids"] = kv_cache.position_ids(input_ids.shape[1])
+            arguments["attention_mask"] = kv_cache.attention_mask(input_ids.shape[1])
         hooks = [self._layers[i].register_forward_hook(capture) for i in layer_ids]
-        cache = {} if kv_cache is None else {self._cache_argument: kv_cache}
         try:
-            output = self._decoder(input_ids=input_ids.to(self.device), use_cache=kv_cache is not None, **cache)
+            output = self._decoder(**arguments)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -221,21 +223,16 @@ class Target:
         layers = torch.stack(captured, dim=2) if captured else final.new_empty((*final.shape[:2], 0, final.shape[2]))
         return TargetStates(layers=layers, final=final)
 
-    def new_kv_cache(self) -> DynamicCache:
-        """An empty cache for `extend` that can be rolled back.
+    def new_kv_cache(self, batch_size: int) -> KVCache:
+        """An empty cache for `extend`.
 
         Raises:
-            ValueError: the target has layers whose cache cannot be rolled back, such as linear attention.
+            ValueError: the target's cache cannot be rolled back, as with linear attention.
         """
-        cache = DynamicCache(config=self.model.config)
-        cache.activate_past_recording()
-        stuck = [f"{i} ({type(layer).__name__})" for i, layer in enumerate(cache.layers) if not layer.is_croppable]
-        if stuck:
-            raise ValueError(
-                f"target {self.config.path}: the cache of layers {', '.join(stuck)} cannot be rolled back, which "
-                "speculative decoding needs after a rejected draft; such a target can be trained for, not decoded here"
-            )
-        return cache
+        try:
+            return KVCache(self.model.config, batch_size, self.device)
+        except ValueError as error:
+            raise ValueError(f"target {self.config.path}: {error}") from error
 
     def decoder_layer(self, index: int) -> nn.Module:
         """Decoder layer number index, 0-based, for a drafter to copy weights from."""

@@ -119,3 +119,31 @@ class PerfectDrafter(ToyDrafter):
     def logits(self, seen: Seen, chain: list[int]) -> Tensor:
         tokens = [self.first_token, *seen.next_ids, *chain[1:]]
         return self.target_logits(torch.tensor([tokens]))[0, -1]
+
+
+class SideBySide(ToyDrafter):
+    """One drafter for each request of a batch; a finished request (length 0) is shown nothing."""
+
+    def __init__(self, drafters: list[ToyDrafter]) -> None:
+        super().__init__(drafters[0].num_draft_tokens)
+        self.drafters = drafters
+
+    def new_cache(self, batch_size: int) -> Any:
+        assert batch_size == len(self.drafters)
+        return [drafter.new_cache(1) for drafter in self.drafters]
+
+    def observe(self, cache: Any, states: TargetStates, next_ids: Tensor, lengths: Tensor) -> None:
+        for i, count in enumerate(lengths.tolist()):
+            own = TargetStates(layers=states.layers[i : i + 1, :count], final=states.final[i : i + 1, :count])
+            self.drafters[i].observe(cache[i], own, next_ids[i : i + 1, :count], lengths[i : i + 1])
+
+    def propose(self, cache: Any, anchor_ids: Tensor, target_head: Any, **sampling: Any) -> Proposal:
+        each = [
+            drafter.propose(own, anchor_ids[i : i + 1], target_head, **sampling)
+            for i, (drafter, own) in enumerate(zip(self.drafters, cache, strict=True))
+        ]
+        return Proposal(
+            tokens=torch.cat([proposal.tokens for proposal in each]),
+            probs=None,
+            confidence=torch.cat([proposal.confidence for proposal in each]),
+        )

@@ -53,6 +53,7 @@ class AblationConfig:
         prompts: for each domain, a JSONL file of prompts, or held_out (conversations kept from training).
         num_prompts: at most how many of each domain.
         max_new_tokens: of each output; decoding is greedy.
+        batch_size: how many prompts are decoded together, which decides the time it takes and no figure.
     """
 
     cells: dict[str, list[str]] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class AblationConfig:
     prompts: dict[str, str] = field(default_factory=dict)
     num_prompts: int = 12
     max_new_tokens: int = 48
+    batch_size: int = 12
 
     def __post_init__(self) -> None:
         for name in self.cells:
@@ -77,6 +79,8 @@ class AblationConfig:
             raise ValueError(f"ablation.num_prompts={self.num_prompts} must be at least 1")
         if self.max_new_tokens < 2:
             raise ValueError(f"ablation.max_new_tokens={self.max_new_tokens} must be at least 2: one round")
+        if self.batch_size < 1:
+            raise ValueError(f"ablation.batch_size={self.batch_size} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +172,7 @@ def ablate(config: AblateConfig, overrides: Sequence[str], world: World, console
     runs = [(name, cells[name].training(name, seed)) for seed in config.ablation.seeds for name in cells]
     target = Target.load(config.target, device=world.device)
     prompts = _choose_prompts(config, target, console)
-    decoding = DecodingConfig(max_new_tokens=config.ablation.max_new_tokens)
+    decoding = DecodingConfig(max_new_tokens=config.ablation.max_new_tokens, batch_size=config.ablation.batch_size)
     given = _decoding_settings(target, prompts, decoding)
     results = [_stored(_result_path(run), given | decisive_settings(run)) for _, run in runs]
     console.print(f"{len(prompts)} prompts; the target alone decodes them once, then each drafter")
@@ -296,5 +300,5 @@ def _circumstances(config: AblateConfig, target: Target, prompts: list[Prompt]) 
     return (
         f"target {target.config.path}, {target.config.dtype}; trained on {data} for {budget} of "
         f"{trainer.rows_per_step} rows of {config.data.row_tokens} tokens, seeds {ablation.seeds}; prompts: {sets}; at "
-        f"most {ablation.max_new_tokens} new tokens, greedy, batch 1; {hardware(target.device)}"
+        f"most {ablation.max_new_tokens} new tokens, greedy, batch {ablation.batch_size}; {hardware(target.device)}"
     )

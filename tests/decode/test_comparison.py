@@ -63,9 +63,9 @@ def test_the_first_divergence_is_located_with_the_targets_margin(
     target.model.generation_config.eos_token_id = -1
     new_kv_cache = target.new_kv_cache
 
-    def broken() -> object:
-        cache = new_kv_cache()
-        monkeypatch.setattr(cache, "crop", lambda count: None)
+    def broken(batch_size: int) -> object:
+        cache = new_kv_cache(batch_size)
+        monkeypatch.setattr(cache.layers, "crop", lambda count: None)
         return cache
 
     monkeypatch.setattr(target, "new_kv_cache", broken)

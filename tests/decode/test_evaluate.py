@@ -104,6 +104,16 @@ def test_every_figure_follows_from_the_prompts(drafter_path: Path, tmp_path: Pat
     assert report["tokens_per_second"] == pytest.approx(sum(len(p["tokens"]) for p in report["prompts"]) / seconds)
 
 
+def test_a_batch_gives_the_same_acceptance(drafter_path: Path, tmp_path: Path) -> None:
+    alone, together = (run(drafter_path, output=str(tmp_path / "e.json"), batch_size=size) for size in (1, 2))
+    keys = ("id", "tokens", "baseline_tokens", "accepted")
+    assert [[prompt[key] for key in keys] for prompt in alone[0]["prompts"]] == [
+        [prompt[key] for key in keys] for prompt in together[0]["prompts"]
+    ]
+    assert (alone[0]["batch"], together[0]["batch"]) == (1, 2)
+    assert "batch 2, at most 8 new tokens" in together[1]
+
+
 def test_a_prompt_file(drafter_path: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "Tell me a story"}\n')

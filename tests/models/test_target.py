@@ -150,13 +150,13 @@ def test_illegal_layer_ids(target_path: Path, ids: torch.Tensor, layer_ids: list
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
 def test_cache_rolls_back_without_a_trace(name: str, tmp_path: Path, tokenizer: Any, ids: torch.Tensor) -> None:
     target = load(make_architecture(name, tmp_path, tokenizer))
-    kv_cache = target.new_kv_cache()
+    kv_cache = target.new_kv_cache(1)
     whole = target.states(ids, [1, 3])
     position = 0
     wrong = torch.full((1, 4), 7)
     for size in (11, 1, 3, 1, 5, 3):
         states = target.extend(torch.cat((ids[:, position : position + size], wrong), dim=1), kv_cache, [1, 3])
-        kv_cache.crop(-4)
+        kv_cache.keep([size])
         torch.testing.assert_close(
             states.layers[:, :size], whole.layers[:, position : position + size], atol=2e-4, rtol=1e-4
         )
@@ -164,8 +164,43 @@ def test_cache_rolls_back_without_a_trace(name: str, tmp_path: Path, tokenizer: 
             states.final[:, :size], whole.final[:, position : position + size], atol=2e-4, rtol=0
         )
         position += size
-        assert kv_cache.get_seq_length() == position
+        assert kv_cache.lengths == [position]
+        assert kv_cache.visible.shape == (1, position)
     assert position == 24
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_requests_of_a_batch_roll_back_each_by_its_own_length(
+    target_path: Path, ids: torch.Tensor, attention: str
+) -> None:
+    """Whatever stays of the others, a request's states are those of its own text; hidden slots do not pile up."""
+    target = load(target_path, attention=attention)
+    texts = torch.stack([ids[0].roll(shift) for shift in range(3)])
+    whole = target.states(texts, [1, 3])
+    kv_cache = target.new_kv_cache(3)
+    counts = torch.tensor([[5, 2, 9], [1, 4, 0], [4, 0, 0], [1, 1, 4], [2, 3, 1], [0, 1, 4], [4, 1, 1], [1, 4, 1]])
+    wrong = torch.full((3, 4), 7)
+    lengths = torch.zeros(3, dtype=torch.int64)
+    for kept in counts:
+        new = torch.full((3, int(kept.max())), 9)
+        for request, (begin, count) in enumerate(zip(lengths.tolist(), kept.tolist(), strict=True)):
+            new[request, :count] = texts[request, begin : begin + count]
+        states = target.extend(torch.cat((new, wrong), dim=1), kv_cache, [1, 3])
+        kv_cache.keep(kept.tolist())
+        for request, (begin, count) in enumerate(zip(lengths.tolist(), kept.tolist(), strict=True)):
+            expected = whole.layers[request, begin : begin + count]
+            torch.testing.assert_close(states.layers[request, :count], expected, atol=1e-4, rtol=1e-4)
+        lengths += kept
+        assert kv_cache.lengths == lengths.tolist()
+        assert kv_cache.visible.sum(1).tolist() == lengths.tolist()
+        assert kv_cache.visible.shape[1] <= 2 * int(lengths.max())
+    assert lengths.tolist() == [18, 16, 20]
+
+
+def test_several_requests_of_a_target_with_sliding_windows_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    target = load(make_architecture("gemma3", tmp_path, tokenizer))
+    with pytest.raises(ValueError, match=r"batch_size=2: .*DynamicSlidingWindowLayer\).* decode with batch_size=1"):
+        target.new_kv_cache(2)
 
 
 def test_cache_that_cannot_roll_back_is_refused_by_layer(tmp_path: Path, tokenizer: Any, ids: torch.Tensor) -> None:
@@ -190,7 +225,7 @@ def test_cache_that_cannot_roll_back_is_refused_by_layer(tmp_path: Path, tokeniz
     with pytest.raises(
         ValueError, match=r"layers 1 \(LinearAttentionLayer\), 3 \(LinearAttentionLayer\) cannot be roll"
     ):
-        target.new_kv_cache()
+        target.new_kv_cache(1)
 
 
 def test_text_decoder_inside_a_multimodal_wrapper(tmp_path: Path, tokenizer: Any, ids: torch.Tensor) -> None:
