@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# "dynamic" and "longrope" change with the sequence's length, "mrope" has a position for each axis of an image.
+# "dynamic" and "longrope" change with the sequence's length. Frequencies that are split over the axes of an image
+# (mrope_section) are the plain ones for text, whose position is the same on all axes.
 SUPPORTED = ("default", "linear", "yarn", "llama3", "proportional")
 
 
@@ -35,7 +36,7 @@ def rope_frequencies(text_config: Any) -> tuple[dict[str, Any], tuple[float, ...
         parameters = parameters.get(layer_type)
     if not parameters or parameters.get("rope_theta") is None:
         raise ValueError(f"{config.model_type}: its full-attention layers have no RoPE, which every drafter here needs")
-    kind = "mrope" if "mrope_section" in parameters else parameters["rope_type"]
+    kind = parameters["rope_type"]
     if kind not in SUPPORTED:
         raise ValueError(f"{config.model_type}: rope_type={kind} is not supported; supported: {', '.join(SUPPORTED)}")
     if kind == "default":

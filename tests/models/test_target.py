@@ -16,9 +16,11 @@ from tokenizers.models import WordLevel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
+from draftsmith.models.layers import RotaryEmbedding
 from draftsmith.models.rope import rope_frequencies
-from draftsmith.models.target import Target, TargetConfig, choose_mask_token
+from draftsmith.models.target import Target, TargetConfig, TargetSpec, choose_mask_token
 
 SIZES = {
     "vocab_size": 320,
@@ -347,6 +349,17 @@ def test_partial_and_layerwise_frequencies(tmp_path: Path, tokenizer: Any) -> No
     assert target.spec.rope_inv_freq[0] == 1 / 8
 
 
+def test_rope_over_the_axes_of_an_image_is_plain_rope_for_text(ids: torch.Tensor) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    config = hf.Qwen3_5TextConfig(**SIZES, rope_parameters={**rope, "mrope_interleaved": True})
+    spec = TargetSpec.of(config)
+    assert len(spec.rope_inv_freq) == 4
+    position_ids = torch.arange(24)[None]
+    theirs = Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), position_ids)
+    for ours, half in zip(RotaryEmbedding(spec)(position_ids), theirs, strict=True):
+        assert torch.equal(ours.flatten(), half.flatten())
+
+
 def test_unsupported_rope_is_refused_by_name() -> None:
     dynamic = hf.LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ValueError, match="rope_type=dynamic is not supported; supported: default, linear"):
@@ -355,11 +368,6 @@ def test_unsupported_rope_is_refused_by_name() -> None:
     longrope = hf.Phi3Config(**SIZES, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors})
     with pytest.raises(ValueError, match="rope_type=longrope"):
         rope_frequencies(longrope)
-    mrope = hf.LlamaConfig(
-        **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    )
-    with pytest.raises(ValueError, match="rope_type=mrope"):
-        rope_frequencies(mrope)
     with pytest.raises(ValueError, match="gpt2: its full-attention layers have no RoPE"):
         rope_frequencies(hf.GPT2Config())
 
