@@ -68,14 +68,7 @@ def decode_prompts(
     Raises:
         ValueError: a prompt for which target positions do not suffice.
     """
-    longest = target.spec.max_position_embeddings - config.max_new_tokens - drafter.num_draft_tokens
-    for prompt in prompts:
-        if len(prompt.tokens) > longest:
-            raise ValueError(
-                f"prompt {prompt.id} has {len(prompt.tokens)} tokens; with max_new_tokens={config.max_new_tokens} and "
-                f"{drafter.num_draft_tokens} drafts the target's {target.spec.max_position_embeddings} positions leave "
-                f"{longest}; lower max_new_tokens, or take other prompts"
-            )
+    check_lengths(target, prompts, config, drafter.num_draft_tokens)
     short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
     for prompt in prompts[:1]:  # the first calls pay for lazy initialisation, which is not decoding
         _plain(target, [prompt], short, seed)
@@ -92,6 +85,18 @@ def decode_prompts(
             outcomes.append(Outcome(prompt=prompt, plain=one, speculative=other, divergence=divergence))
             on_outcome(outcomes[-1])
     return outcomes
+
+
+def check_lengths(target: Target, prompts: Sequence[Prompt], config: DecodingConfig, num_draft_tokens: int) -> None:
+    """Refuses prompts for which target positions do not suffice (ValueError)."""
+    longest = target.spec.max_position_embeddings - config.max_new_tokens - num_draft_tokens
+    for prompt in prompts:
+        if len(prompt.tokens) > longest:
+            raise ValueError(
+                f"prompt {prompt.id} has {len(prompt.tokens)} tokens; with max_new_tokens={config.max_new_tokens} and "
+                f"{num_draft_tokens} drafts the target's {target.spec.max_position_embeddings} positions leave "
+                f"{longest}; lower max_new_tokens, or take other prompts"
+            )
 
 
 def decode_plainly(

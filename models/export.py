@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from draftsmith.configs.schema import restore
 from draftsmith.models.drafter import Drafter, DrafterConfig
@@ -95,20 +97,23 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def save_drafter(folder: Path, drafter: Drafter[Any], record: dict[str, Any]) -> None:
+def save_drafter(
+    folder: Path, drafter: Drafter[Any], record: dict[str, Any], weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Writes a drafter's folder, whole or not at all; one that is there is replaced.
 
     Args:
         folder: its parent must exist.
-        drafter: with all of its weights (not sharded).
         record: see `new_record`.
+        weights: the drafter's state; None: what the module itself holds, which under ZeRO is rounded or sharded.
 
     Raises:
         ValueError: a drafter of a class that `DRAFTERS` does not name, or a record without one of its keys.
     """
     description = describe(drafter, record)
+    state = drafter.state_dict() if weights is None else weights
     # A copy of each tensor: views and tensors that share memory cannot be stored.
-    weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in drafter.state_dict().items()}
+    weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -167,7 +172,8 @@ def load_drafter(folder: Path) -> LoadedDrafter:
     module, name = DRAFTERS[description["drafter"]]
     config_class: type[DrafterConfig] = vars(importlib.import_module(module))[name]
     config = restore(config_class, description["drafter_config"], f"{folder / CONFIG}: drafter_config")
-    drafter = config.build(_spec(description["target_spec"], folder / CONFIG))
+    with torch.random.fork_rng():  # the random start that is replaced below must not cost the caller any draws
+        drafter = config.build(_spec(description["target_spec"], folder / CONFIG))
     for key, built, written in (
         ("num_draft_tokens", drafter.num_draft_tokens, description["num_draft_tokens"]),
         ("target_layer_ids", list(drafter.target_layer_ids), description["target_layer_ids"]),

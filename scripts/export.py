@@ -9,7 +9,7 @@ from rich.console import Console
 
 from draftsmith.configs.schema import command, register
 from draftsmith.models.export import load_drafter, save_drafter
-from draftsmith.train.checkpoint import CHECKPOINTS, find_checkpoint, refuse_torn
+from draftsmith.train.checkpoint import CHECKPOINTS, best_checkpoint, find_checkpoint, refuse_torn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,8 @@ class ExportConfig:
 
     Attributes:
         run: a run folder, such as outputs/NAME.
-        checkpoint: last, or the name of one of its checkpoints, such as step_000100.
+        checkpoint: last; best, the one with the largest acceptance length (of runs with evaluation.num_prompts); or the
+            name of one of its checkpoints, such as step_000100.
     """
 
     run: str = ""
@@ -46,10 +47,18 @@ def choose_checkpoint(config: ExportConfig, console: Console) -> Path:
         for warning in warnings:
             console.print(warning, style="yellow", soft_wrap=True)
         return checkpoint
+    if config.checkpoint == "best":
+        best = best_checkpoint(folder)
+        if best is None:
+            raise ValueError(
+                f"checkpoint=best: no checkpoint of {config.run} was evaluated; choose checkpoint=last, or train with "
+                "evaluation.num_prompts=16"
+            )
+        return best
     checkpoint = folder / config.checkpoint
     if not checkpoint.is_dir():
         names = ", ".join(sorted(path.name for path in folder.glob("step_*"))) or "none"
-        raise ValueError(f"checkpoint={config.checkpoint}: {config.run} has {names}; choose one of them, or last")
+        raise ValueError(f"checkpoint={config.checkpoint}: {config.run} has {names}; choose one of them, last or best")
     refuse_torn(checkpoint)
     return checkpoint
 

@@ -120,6 +120,7 @@ class AblateConfig(TrainConfig):
             loss=self.loss,
             optimizer=self.optimizer,
             trainer=self.trainer,
+            evaluation=self.evaluation,
             deepspeed=self.deepspeed,
             wandb=self.wandb,
             run_name=f"{cell}_seed{seed}",

@@ -7,6 +7,7 @@ all comes `complete.json`, which lists every file with its size; a folder withou
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from draftsmith.train.world import World
 
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete.json"
+EVALUATION = "evaluation.json"  # comes later, so it is not in the list
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,9 +96,7 @@ def save_checkpoint(
     torch.save(asdict(state), path / f"train_state_rank_{world.rank}.pt")
     weights = full_weights(drafter)
     if world.rank == 0:
-        copy = drafter.config.build(drafter.spec)
-        copy.load_state_dict(weights)
-        save_drafter(path / "drafter", copy, record)
+        save_drafter(path / "drafter", drafter, record, weights)
     world.wait()
     if world.rank == 0:
         files = {str(p.relative_to(path)): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}
@@ -170,11 +170,26 @@ def find_checkpoint(folder: Path) -> tuple[Path, tuple[str, ...]]:
     raise ValueError(f"no whole checkpoint in {folder}{detail}; remove the run folder to start anew")
 
 
-def keep_last(folder: Path, count: int) -> None:
-    """Removes all but the last `count` checkpoints. The completion file goes first: half removed is torn, not whole."""
+def best_checkpoint(folder: Path) -> Path | None:
+    """The whole checkpoint with the largest acceptance length, the latest of equals; None: none was evaluated."""
+    found = []
+    for path in sorted(folder.glob("step_*"), key=step_of):
+        if (path / EVALUATION).is_file() and what_is_torn(path) is None:
+            length = json.loads((path / EVALUATION).read_text(encoding="utf-8"))["acceptance_length"]
+            found.append((-math.inf if length is None else length, step_of(path), path))
+    return max(found)[2] if found else None
+
+
+def keep_checkpoints(folder: Path, count: int) -> None:
+    """Removes all but the last `count` checkpoints and the best one, if any was evaluated.
+
+    The completion file goes first: half removed is torn, not whole.
+    """
+    best = best_checkpoint(folder)
     for path in sorted(folder.glob("step_*"), key=step_of)[:-count]:
-        (path / COMPLETE).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        if path != best:
+            (path / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(path)
 
 
 def clear_later(folder: Path, checkpoint: Path) -> None:

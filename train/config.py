@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.configs.schema import register
 from draftsmith.data.cache import StatesConfig
 from draftsmith.data.conversations import DataConfig
+from draftsmith.decode.evaluate import HELD_OUT
 from draftsmith.models.dfly import DFlyConfig
 from draftsmith.models.drafter import DrafterConfig
 from draftsmith.models.mtp import MTPConfig
@@ -73,6 +74,32 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """Real decoding at every checkpoint; the best one by acceptance length is kept beside the latest.
+
+    Attributes:
+        num_prompts: at most how many; 0: checkpoints are not evaluated.
+        prompts: held_out (conversations kept from training), or a JSONL file of prompts.
+        max_new_tokens: of each output; decoding is greedy.
+        batch_size: how many prompts are decoded together.
+    """
+
+    num_prompts: int = 0
+    prompts: str = HELD_OUT
+    max_new_tokens: int = 64
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("num_prompts", self.num_prompts, 0),
+            ("max_new_tokens", self.max_new_tokens, 2),  # one round
+            ("batch_size", self.batch_size, 1),
+        ):
+            if value < least:
+                raise ValueError(f"evaluation.{name}={value} must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedConfig:
     """What DeepSpeed shards between ranks.
 
@@ -127,6 +154,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run_name: str | None = None

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from draftsmith.data.packing import Loader
 from draftsmith.models.export import new_record
-from draftsmith.train.checkpoint import CHECKPOINTS, TrainState, keep_last, load_checkpoint, save_checkpoint
+from draftsmith.train.checkpoint import CHECKPOINTS, TrainState, keep_checkpoints, load_checkpoint, save_checkpoint
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.evaluation import CheckpointEvaluation
 from draftsmith.train.metrics import MetricsLog
 from draftsmith.train.optimizer import build_optimizer, learning_rate
 from draftsmith.train.plan import BatchShape, prepare
@@ -38,6 +39,7 @@ def train(config: TrainConfig, world: World) -> Path:
     plan, drafter, documents = prepared.plan, prepared.drafter, prepared.documents
     facts = plan.facts(prepared.target.fingerprint)
     world.decided_by_rank_zero(lambda: refuse_changed_facts(folder, facts))
+    evaluation = CheckpointEvaluation(config, prepared.target, drafter.num_draft_tokens, world, console)
     states = open_states(config, prepared, world)
     world.decided_by_rank_zero(lambda: write_records(folder, config, facts))
     loader = Loader(documents, row_tokens=plan.row_tokens, seed=config.seed, states=states)
@@ -54,6 +56,8 @@ def train(config: TrainConfig, world: World) -> Path:
 
     every = config.trainer.checkpoint_every_steps
     with MetricsLog(folder.path, config, plan.schedule, state, console, writes=world.rank == 0) as log:
+        if folder.checkpoint is not None:
+            log.evaluated(state.step, evaluation.measure(folder.checkpoint))
         while state.step < plan.total_steps:
             step, epoch = state.step, state.epoch
             rows = loader.rows(epoch, state.next_row, plan.batch.rows_per_step)
@@ -65,9 +69,10 @@ def train(config: TrainConfig, world: World) -> Path:
             state.advance(plan.batch.rows_per_step, loader.num_rows, int(result.counts.tokens))
             log.step_done(step, epoch, lr, result, state)
             if state.step == plan.total_steps or (every is not None and state.step % every == 0):
-                save_checkpoint(engine, drafter, state, folder.path / CHECKPOINTS, record, world)
+                checkpoint = save_checkpoint(engine, drafter, state, folder.path / CHECKPOINTS, record, world)
+                log.evaluated(state.step, evaluation.measure(checkpoint))
                 if world.rank == 0:
-                    keep_last(folder.path / CHECKPOINTS, config.trainer.keep_checkpoints)
+                    keep_checkpoints(folder.path / CHECKPOINTS, config.trainer.keep_checkpoints)
     console.print(f"done: {plan.total_steps} steps; run folder {folder.path}", soft_wrap=True)
     return folder.path
 

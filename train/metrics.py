@@ -87,6 +87,20 @@ class MetricsLog:
             self._tell(line, last)
         self._progress.update(self._task, completed=state.step)
 
+    def evaluated(self, step: int, report: dict[str, Any] | None) -> None:
+        """Takes in what decoding says of the drafter after `step` steps; None: it was not decoded."""
+        if report is None or not self.writes:
+            return
+        length, interval = report["acceptance_length"], report["acceptance_length_interval"]
+        line = {"step": step, "acceptance_length": length, "acceptance_length_interval": interval}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({"decoded/acceptance_length": length}, step=step)
+        shown = "no round was decoded" if length is None else f"acceptance length {length:.3f}"
+        bounds = "" if interval is None else f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})"
+        self.console.print(f"after {step} steps: {shown}{bounds}, decoding {report['num_prompts']} prompts")
+
     def _line(self, step: int, epoch: int, lr: float, result: StepResult, state: TrainState) -> dict[str, Any]:
         now = time.monotonic()
         rate = (state.tokens_seen - self._since_tokens) / max(now - self._since_seconds, 1e-9)

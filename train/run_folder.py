@@ -27,6 +27,7 @@ FREE_TO_CHANGE = (
     "resume",
     "wandb",
     "states",
+    "evaluation",
     "trainer.log_every_steps",
     "trainer.checkpoint_every_steps",
     "trainer.keep_checkpoints",

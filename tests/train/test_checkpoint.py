@@ -8,10 +8,11 @@ import torch
 
 from draftsmith.train.checkpoint import (
     COMPLETE,
+    EVALUATION,
     TrainState,
     clear_later,
     find_checkpoint,
-    keep_last,
+    keep_checkpoints,
     what_is_torn,
     write_whole,
 )
@@ -78,8 +79,17 @@ def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     for step in (9, 10, 11):
         checkpoint(tmp_path, step)
-    keep_last(tmp_path, 2)
+    keep_checkpoints(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000010", "step_000011"]
+
+
+def test_the_best_one_is_kept_beside_the_last_ones(tmp_path: Path) -> None:
+    for step, length in ((1, 1.1), (2, 1.5), (3, 1.4), (4, 1.3), (5, 1.5)):
+        (checkpoint(tmp_path, step) / EVALUATION).write_text(json.dumps({"acceptance_length": length}))
+        keep_checkpoints(tmp_path, 1)
+        kept = {int(path.name[5:]) for path in tmp_path.iterdir()}
+        assert kept == {1: {1}, 2: {2}, 3: {2, 3}, 4: {2, 4}, 5: {5}}[step]
+        assert what_is_torn(tmp_path / f"step_{step:06d}") is None
 
 
 def test_going_back_needs_a_word_where_a_later_checkpoint_is_whole(tmp_path: Path) -> None:
