@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,6 @@ from draftsmith.decode.evaluate import EvaluateConfig, evaluate
 from draftsmith.train.config import EvaluationConfig, TrainConfig, TrainerConfig
 from draftsmith.train.loop import train
 from draftsmith.train.world import World
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.join()
-    yield world
-    world.leave()
 
 
 @pytest.fixture
