@@ -125,7 +125,7 @@ class DFly(Drafter[ContextCache]):
             for layer in self.backbone.layers:
                 layer.compile()
 
-    def initialise(self, target: Target) -> str:
+    def initialise(self, target: Target, documents: Sequence[Document] = ()) -> str:
         """Sets the starting weights as `init` says; returns one sentence that says what was done."""
         return initialise(self, target)
 

@@ -108,8 +108,12 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
         """Refuses data that this drafter cannot be trained on (ValueError); most accept all."""
 
     @abstractmethod
-    def initialise(self, target: Target) -> str:
-        """Sets the starting weights as the configuration says; returns one sentence that says what was done."""
+    def initialise(self, target: Target, documents: Sequence[Document] = ()) -> str:
+        """Sets the starting weights as the configuration says; returns one sentence that says what was done.
+
+        Args:
+            documents: those of training, for a start that is fitted to the target's states on some of them.
+        """
 
     @abstractmethod
     def forward(self, batch: Batch, grid: Grid, target_head: Head, want: Sequence[str]) -> TokenStats:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.data.batch import Batch, TargetStates
+from draftsmith.data.batch import Batch, Document, TargetStates
 from draftsmith.models.drafter import Drafter, Proposal, join, scatter
 from draftsmith.models.grid import Grid
 from draftsmith.models.head import Head, TokenStats
@@ -40,7 +40,8 @@ class MTPConfig(MTPBlockConfig):
         num_draft_tokens: D, the number of depths.
         tokens: what depth k >= 1 reads. own: the drafter's argmax of depth k - 1 (on-policy, as decoding does). gold:
             the data's token. Labels and teachers are the data's in both.
-        init: random; last_layer: the target's last decoder layer; target_mtp: the checkpoint's own MTP layer.
+        init: random; last_layer: the target's last decoder layer, with the fusion fitted to what that layer reads (see
+            `draftsmith.models.mtp_init.fit_fusion`); target_mtp: the checkpoint's own MTP layer.
         stop_gradient: cut the gradient through the hidden state that depth k hands to depth k + 1.
         checkpoint_depths: recompute each depth in backward instead of keeping its activations.
     """
@@ -100,10 +101,10 @@ class MTP(Drafter[MTPCache]):
         self.target_layer_ids = ()
         self.num_draft_tokens = config.num_draft_tokens
 
-    def initialise(self, target: Target) -> str:
+    def initialise(self, target: Target, documents: Sequence[Document] = ()) -> str:
         """See `Drafter.initialise`; the ways are those of `MTPConfig.init`."""
         if self.config.init == "last_layer":
-            return from_last_layer(self.block, target)
+            return from_last_layer(self.block, target, documents)
         if self.config.init == "target_mtp":
             return from_target_mtp(self.block, target)
         return "MTP block: random weights"

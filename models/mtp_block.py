@@ -142,10 +142,14 @@ class MTPBlock(nn.Module):
 
     def fuse(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """W_eh [RMS_e(embedding) ; RMS_h(hidden)]: (..., hidden), (..., hidden) -> (..., hidden)."""
+        return self.eh_proj(self.fusion_inputs(embedding, hidden))
+
+    def fusion_inputs(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """What eh_proj reads: (..., hidden), (..., hidden) -> (..., 2 * hidden)."""
         parts = [self.enorm(embedding), self.hnorm(hidden)]
         if self.config.fuse_order == "hidden_embedding":
             parts.reverse()
-        return self.eh_proj(torch.cat(parts, -1))
+        return torch.cat(parts, -1)
 
     def entries(self, embedding: Tensor, hidden: Tensor, position_ids: Tensor) -> Entries:
         """Keys and values of positions; embedding and hidden: (..., hidden)."""

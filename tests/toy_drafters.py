@@ -73,7 +73,7 @@ class ToyDrafter(Drafter[Seen]):
             confidence=torch.ones(1, self.num_draft_tokens),
         )
 
-    def initialise(self, target: Any) -> str:
+    def initialise(self, target: Any, documents: Any = ()) -> str:
         raise NotImplementedError
 
     def forward(self, *args: Any) -> Any:

@@ -249,7 +249,7 @@ def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
     drafter = config.drafter.build(target.spec)
     drafter.check_documents(documents.documents)
     _check_confidence(config, drafter)
-    initialisation = drafter.initialise(target)
+    initialisation = drafter.initialise(target, documents.documents)
     manifest = CacheManifest.of(
         documents.documents,
         target,

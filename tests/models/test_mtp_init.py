@@ -7,6 +7,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from draftsmith.data.batch import Document
+from draftsmith.models import mtp_init
 from draftsmith.models.moe import MoEConfig
 from draftsmith.models.mtp import MTPConfig
 from draftsmith.models.mtp_block import Columns
@@ -297,25 +299,87 @@ def test_target_mtp_refuses_other_families(target_path):
         MTPConfig(init="target_mtp").build(target.spec).initialise(target)
 
 
+def documents_of(lengths, vocab_size=300, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(vocab_size, (length,), generator=source) for length in lengths]
+    return [Document(tokens=ids, supervised=torch.ones_like(ids) > 0, domain="chat", id=str(ids)) for ids in tokens]
+
+
 def test_last_layer_starts_as_the_targets_last_layer(target_path):
     """With the last layer's own input in place of the fused one, the block gives the target's final states."""
     target = Target.load(TargetConfig(path=str(target_path)), device="cpu")
     mtp = MTPConfig(init="last_layer").build(target.spec)
-    assert "layer 3" in mtp.initialise(target)
+    assert "layer 3 and final norm; fusion fitted on 57 tokens" in mtp.initialise(target, documents_of([40, 1, 19]))
     ids = torch.arange(20)[None]
     states = target.states(ids, [2])
     with torch.no_grad():
         state, _, _ = run_layer(mtp.block, states.layers[0, :, 0])
-        fused = mtp.block.fuse(torch.full((32,), 2.0), torch.full((32,), -4.0))
     torch.testing.assert_close(state, states.final[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(fused, torch.zeros(32), rtol=0, atol=1e-5)  # half of 1 and half of -1
+    assert torch.equal(mtp.block.enorm.weight, torch.ones(32))
+    assert torch.equal(mtp.block.hnorm.weight, torch.ones(32))
+
+
+def test_a_fusion_that_can_be_exact_makes_the_block_the_target_one_token_on(target_path, monkeypatch):
+    """Of a target whose last layer reads the token's own embedding, depth 0 gives the final states one position on."""
+    monkeypatch.setattr(mtp_init, "RIDGE", 1e-9)
+    target = Target.load(TargetConfig(path=str(target_path)), device="cpu")
+    for index in range(3):
+        for name, weight in target.decoder_layer(index).named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+    rows = target.model.get_input_embeddings().weight
+    rows.copy_(3 * (rows + 1e-9).sign())  # each of size 3, as exactly as its norm can say
+    block = MTPConfig(init="last_layer").build(target.spec).block
+    mtp_init.from_last_layer(block, target, documents_of([150] * 8, len(rows)))
+    expected = torch.cat([3 * torch.eye(32), torch.zeros(32, 32)], 1)
+    torch.testing.assert_close(block.eh_proj.weight.detach(), expected, rtol=0, atol=1e-3)
+
+    ids = documents_of([24], len(rows), seed=1)[0].tokens
+    with torch.no_grad():
+        state, _, _ = run_layer(
+            block, block.fuse(target.head.embed(ids[1:]), target.states(ids[None], ()).final[0, :-1])
+        )
+    torch.testing.assert_close(state, target.states(ids[None, 1:], ()).final[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fuse_order", "zero_first_embedding"), [("embedding_hidden", True), ("hidden_embedding", False)]
+)
+def test_the_fusion_is_the_ridge_regression_of_the_data(target_path, fuse_order, zero_first_embedding):
+    """Against least squares with a row for each penalty, on every second of eight documents: 512 tokens of 800."""
+    target = Target.load(TargetConfig(path=str(target_path)), device="cpu")
+    config = MTPConfig(init="last_layer", fuse_order=fuse_order, zero_first_embedding=zero_first_embedding)
+    mtp, documents = config.build(target.spec), documents_of([100] * 8, target.spec.vocab_size)
+    assert "fitted on 396 tokens" in mtp.initialise(target, documents)
+    inputs, expected = [], []
+    for document in documents[::2]:
+        states = target.states(document.tokens[None], [2])
+        embedding = target.head.embed(document.tokens[1:])
+        if zero_first_embedding:
+            embedding[0] = 0
+        parts = [mtp.block.enorm(embedding), mtp.block.hnorm(states.final[0, :-1])]
+        inputs.append(torch.cat(parts if fuse_order == "embedding_hidden" else parts[::-1], -1).detach().double())
+        expected.append(states.layers[0, 1:, 0].double())
+    scale = 1 / torch.cat(expected).square().mean(-1, keepdim=True).sqrt()
+    inputs, expected = torch.cat(inputs) * scale, torch.cat(expected) * scale
+    penalty = torch.diag(inputs.square().sum(0) * 0.03).sqrt()
+    solution = torch.linalg.lstsq(
+        torch.cat([inputs, penalty]), torch.cat([expected, torch.zeros(64, 32, dtype=torch.float64)])
+    ).solution
+    torch.testing.assert_close(mtp.block.eh_proj.weight.detach().double(), solution.T, rtol=1e-4, atol=1e-5)
+
+
+def test_last_layer_needs_a_document_of_two_tokens(target_path):
+    target = Target.load(TargetConfig(path=str(target_path)), device="cpu")
+    with pytest.raises(ValueError, match="no document of two tokens"):
+        MTPConfig(init="last_layer").build(target.spec).initialise(target, documents_of([1, 1]))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_last_layer_works_for_every_family(family, model_type):
     _, target = family(model_type)
     mtp = MTPConfig(init="last_layer", **FAMILIES[model_type][1]).build(target.spec)
-    assert "final norm" in mtp.initialise(target)
+    assert "final norm" in mtp.initialise(target, documents_of([30, 30]))
 
 
 def test_last_layer_refuses_another_layer(new_target, tmp_path, target_path):

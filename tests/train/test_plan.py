@@ -10,6 +10,7 @@ from rich.console import Console
 from tiny_run import ROW_TOKENS, document, documents_of, tiny_config
 
 from draftsmith.data.packing import Loader
+from draftsmith.models.mtp import MTPConfig
 from draftsmith.train.checkpoint import TrainState
 from draftsmith.train.config import TrainerConfig
 from draftsmith.train.plan import BatchShape, prepare
@@ -97,6 +98,15 @@ def test_the_plan_tells_what_will_happen(world: World, target_path: Path, conver
     for expected in ("10 with", "2 = 1 per micro-batch x 2 accumulated x 1 rank(s)", "10 (5 per epoch), 4 of warm-up"):
         assert expected in text
     assert re.search(r"lk_dpace\s+│\s+1", text)
+
+
+def test_a_start_can_be_fitted_to_the_documents(
+    world: World, target_path: Path, conversations: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(target_path, conversations, tmp_path, drafter=MTPConfig(init="last_layer"))
+    prepared = prepare(config, world, Console(quiet=True))
+    pairs = sum(len(document) - 1 for document in prepared.documents.documents[::2])
+    assert prepared.plan.initialisation.endswith(f"fusion fitted on {pairs} tokens of the data")
 
 
 def test_warm_up_longer_than_the_run_is_refused(
