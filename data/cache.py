@@ -3,8 +3,9 @@
 Both ways run the same function on one whole document at a time, so they give the same bits.
 
 A cache is a folder with `manifest.json`, which names all that decides its content and is written first, and
-`shard_XXXXX.safetensors`, each with `<document id>.{tokens,supervised,layers,final}` of some consecutive documents. A
-shard appears whole or not at all. Rank r of n makes shards r, r + n, r + 2n, ...
+`shard_XXXXX.safetensors`, each with `<document id>.{tokens,supervised,layer_<i>,final}` of some consecutive documents.
+A shard appears whole or not at all. Rank r of n makes shards r, r + n, r + 2n, ... A drafter reads the layers it needs
+and no others, so that one cache serves several drafters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.batch import Document, TargetStates
-from draftsmith.data.manifest import MANIFEST, SHARD_TOKENS, Shard, read_manifest
+from draftsmith.data.manifest import MANIFEST, SHARD_TOKENS, Shard, layer_part, read_manifest
 from draftsmith.data.manifest import CacheManifest as CacheManifest
 from draftsmith.data.wheels import user_cache
 from draftsmith.models.target import Target, check_layer_ids
@@ -42,8 +43,11 @@ class StatesConfig:
 
     Attributes:
         mode: cached: computed once, kept on disk; online: computed at each use.
-        path: folder of the cache; None: one of its own in the user's cache folder, named by what decides its content.
-        shard_tokens: about how many tokens one file of a new cache holds; a cache keeps the layout it was begun with.
+        path: folder of the cache; None: one in the user's cache folder, named by what decides its content. A cache that
+            holds more layers than the drafter reads serves as well: at `path`, and under None where it is finished and
+            there is none of exactly these layers.
+        shard_tokens: about how many tokens one file of a new cache holds; a cache keeps the layout, and the layers,
+            it was begun with.
     """
 
     mode: str = "cached"
@@ -91,7 +95,7 @@ class CachedStates:
 
     Args:
         folder: the cache.
-        manifest: what the cache must hold, see `CacheManifest.of`.
+        manifest: what the cache must hold, see `CacheManifest.of`; it may hold more layers, which are not read.
 
     Raises:
         ValueError: there is no cache, it was made with other settings, it is unfinished, or a file is damaged.
@@ -114,6 +118,7 @@ class CachedStates:
             if fault is not None:
                 raise ValueError(f"{fault}; run `draftsmith cache` with the same settings: it makes damaged files anew")
         self._files = {i: s.file for s in shards for i in stored.document_ids[s.first : s.stop]}
+        self._parts = ("tokens", *map(layer_part, manifest.layer_ids), "final")
 
     def __call__(self, document: Document) -> TargetStates:
         """States with a batch axis of 1, on the CPU.
@@ -125,15 +130,34 @@ class CachedStates:
         if file is None:
             raise ValueError(f"document {document.id} is not in the cache; run `draftsmith cache` for this data")
         with safe_open(file, framework="pt") as opened:
-            tokens, layers, final = (opened.get_tensor(f"{document.id}.{p}") for p in ("tokens", "layers", "final"))
+            tokens, *layers, final = (opened.get_tensor(f"{document.id}.{part}") for part in self._parts)
         if not torch.equal(tokens, document.tokens):
             raise ValueError(f"{file}: document {document.id} is there with other tokens; delete the cache")
-        return TargetStates(layers=layers[None], final=final[None])
+        stacked = torch.stack(layers, 1) if layers else final.new_empty(len(final), 0, final.shape[1])
+        return TargetStates(layers=stacked[None], final=final[None])
 
 
-def states_folder(config: StatesConfig, manifest: CacheManifest) -> Path:
-    """The folder of a run's cache."""
-    return user_cache() / "states" / manifest.digest if config.path is None else Path(config.path).expanduser()
+def choose_folder(config: StatesConfig, manifest: CacheManifest) -> tuple[Path, list[str]]:
+    """The folder of a run's cache, and why caches that hold more layers were not taken.
+
+    It is `states.path`; else, in the user's cache folder, that of exactly these layers where it was begun; else a
+    finished one that holds these layers among others; else a new one.
+    """
+    if config.path is not None:
+        return Path(config.path).expanduser(), []
+    own = user_cache() / "states" / manifest.folder_name
+    if (own / MANIFEST).exists():
+        return own, []
+    faults = []
+    for folder in sorted(own.parent.glob(f"{manifest.digest}*")):
+        try:
+            stored = read_manifest(folder)
+            if stored is not None and not stored.differences(manifest):
+                CachedStates(folder, manifest)
+                return folder, []
+        except ValueError as fault:
+            faults.append(str(fault))
+    return own, faults
 
 
 def build_cache(
@@ -144,22 +168,27 @@ def build_cache(
     *,
     rank: int = 0,
     world_size: int = 1,
-) -> None:
+) -> tuple[CacheManifest, int]:
     """Writes this rank's share of what a cache still lacks; it is finished when every rank has returned.
 
     Args:
         manifest: of these documents and this target, see `CacheManifest.of`.
 
+    Returns:
+        The cache's manifest, which may name more layers than were asked for, and how many tokens' states all ranks
+        together had to make.
+
     Raises:
         ValueError: the folder holds a cache made with other settings, the disk has no room, a state is not finite.
     """
-    shards = _begin(folder, manifest).shards(folder)
+    stored = _begin(folder, manifest)
+    shards = stored.shards(folder)
     faults = {shard.file: shard.fault() for shard in shards}
     lacking = [shard for shard in shards if faults[shard.file] is not None]
     needed, free = sum(shard.num_bytes for shard in lacking), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"{folder}: the cache still needs {needed / 2**30:.3g} GiB ({manifest.bytes_per_token} bytes for each "
+            f"{folder}: the cache still needs {needed / 2**30:.3g} GiB ({stored.bytes_per_token} bytes for each "
             f"token), the disk has {free / 2**30:.3g} GiB; make room, give another states.path, or train with "
             "states.mode=online"
         )
@@ -181,7 +210,8 @@ def build_cache(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("states", total=sum(shard.num_tokens for shard in todo))
         for shard in todo:
-            _write_shard(shard, documents, OnlineStates(target, manifest.layer_ids), partial(progress.advance, task))
+            _write_shard(shard, documents, OnlineStates(target, stored.layer_ids), partial(progress.advance, task))
+    return stored, sum(shard.num_tokens for shard in lacking)
 
 
 def _write_shard(
@@ -192,7 +222,8 @@ def _write_shard(
     for document in documents[shard.first : shard.stop]:
         made = states(document)
         parts = {"tokens": document.tokens.clone(), "supervised": document.supervised.clone()}
-        parts |= {"layers": made.layers[0].contiguous(), "final": made.final[0].contiguous()}
+        parts |= {layer_part(i): made.layers[0, :, n].contiguous() for n, i in enumerate(shard.manifest.layer_ids)}
+        parts["final"] = made.final[0].contiguous()
         tensors |= {f"{document.id}.{part}": value for part, value in parts.items()}
         progress(len(document))
     part = shard.file.with_name(f".{shard.file.name}.{os.getpid()}.part")

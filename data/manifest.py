@@ -28,7 +28,7 @@ class CacheManifest:
     Attributes:
         format: version of this layout.
         target: fingerprint of the target's configuration and weights.
-        layer_ids: captured 0-based decoder layers.
+        layer_ids: captured 0-based decoder layers; whoever needs fewer of them can read the cache too.
         dtype: of the states, which is the target's.
         attention: the target's attention implementation.
         final: the final state is taken after the target's final norm.
@@ -39,7 +39,7 @@ class CacheManifest:
         shard_tokens: the layout; not part of what decides the numbers.
     """
 
-    format: int = 1
+    format: int = 2
     target: str
     layer_ids: tuple[int, ...]
     hidden_size: int
@@ -91,14 +91,19 @@ class CacheManifest:
 
     @property
     def digest(self) -> str:
-        """Hash of all that decides the numbers."""
-        content = asdict(replace(self, shard_tokens=0))
+        """Hash of all that decides the numbers, whichever layers are captured."""
+        content = asdict(replace(self, layer_ids=(), shard_tokens=0))
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def folder_name(self) -> str:
+        """The digest and the layers: caches that differ in their layers alone stand side by side."""
+        return "_".join([self.digest, *map(str, self.layer_ids)])
 
     @property
     def shapes(self) -> dict[str, list[int]]:
         """The tensors of a document and their shapes after the axis of tokens."""
-        states = {"layers": [len(self.layer_ids), self.hidden_size], "final": [self.hidden_size]}
+        states = {part: [self.hidden_size] for part in (*map(layer_part, self.layer_ids), "final")}
         return {"tokens": [], "supervised": [], **states}
 
     @property
@@ -126,8 +131,13 @@ class CacheManifest:
         ]
 
     def differences(self, other: CacheManifest) -> list[str]:
-        """What decides the numbers and is not the same here (in the cache) and in other (asked for)."""
+        """What decides the numbers and is not the same here (in the cache) and in other (asked for).
+
+        Layers that nobody asks for are no difference.
+        """
         ours, theirs = asdict(self), asdict(other)
+        if set(other.layer_ids) <= set(self.layer_ids):
+            theirs["layer_ids"] = ours["layer_ids"]
         for side in (ours, theirs):
             side |= {f"rendering.{name}": value for name, value in side.pop("rendering").items()}
             for name in ("shard_tokens", "document_ids", "document_tokens"):
@@ -182,6 +192,11 @@ class Shard:
                     rows = f"{shape[0]} rows of {part} for {tokens} tokens"
                     return f"{self.file}: document {document_id} has {rows} (shape {shape}, not {[tokens, *tail]})"
         return None
+
+
+def layer_part(layer_id: int) -> str:
+    """The name of a layer's states among a document's tensors."""
+    return f"layer_{layer_id}"
 
 
 def read_manifest(folder: Path) -> CacheManifest | None:

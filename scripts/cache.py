@@ -20,14 +20,12 @@ def main(config: TrainConfig) -> None:
     """
     if config.states.mode != "cached":
         raise ValueError(f"states.mode={config.states.mode} reads no cache; use states.mode=cached, or train at once")
-    console = Console()
     world = World.join()
+    console = Console(quiet=world.rank != 0)
     try:
-        prepared = prepare(config, world, console)
-        folder = fill_cache(config, prepared, world)
+        fill_cache(config, prepare(config, world, console), world, console)
     finally:
         world.leave()
-    console.print(f"target states of {len(prepared.documents.documents):,} documents: {folder}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def train(config: TrainConfig, world: World) -> Path:
     facts = plan.facts(prepared.target.fingerprint)
     world.decided_by_rank_zero(lambda: refuse_changed_facts(folder, facts))
     evaluation = CheckpointEvaluation(config, prepared.target, drafter.num_draft_tokens, world, console)
-    states = open_states(config, prepared, world)
+    states = open_states(config, prepared, world, console)
     world.decided_by_rank_zero(lambda: write_records(folder, config, facts))
     loader = Loader(documents, row_tokens=plan.row_tokens, seed=config.seed, states=states)
     target_head = prepared.target.head.with_options(config.loss.options())

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data import cache
 from draftsmith.data.batch import Document
-from draftsmith.data.cache import CachedStates, CacheManifest, OnlineStates, StatesConfig, build_cache, states_folder
+from draftsmith.data.cache import CachedStates, CacheManifest, OnlineStates, StatesConfig, build_cache, choose_folder
 from draftsmith.models.target import Target, TargetConfig
 
 LAYERS = (0, 1, 3)
@@ -274,16 +275,116 @@ def test_default_folder_is_named_by_content_and_layout_is_kept(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     manifest = manifest_of(documents, target)
-    folder = states_folder(StatesConfig(), manifest)
-    assert folder == tmp_path / "draftsmith" / "states" / manifest.digest
+    folder, _ = choose_folder(StatesConfig(), manifest)
+    assert folder == tmp_path / "draftsmith" / "states" / f"{manifest.digest}_0_1_3"
     relaid = replace(manifest, shard_tokens=7)
-    assert states_folder(StatesConfig(), relaid) == folder
-    assert states_folder(StatesConfig(), manifest_of(documents[:-1], target)) != folder
-    assert states_folder(StatesConfig(path="here"), manifest) == Path("here")
+    assert choose_folder(StatesConfig(), relaid) == (folder, [])
+    assert choose_folder(StatesConfig(), manifest_of(documents[:-1], target))[0] != folder
+    assert choose_folder(StatesConfig(path="here"), manifest) == (Path("here"), [])
     before = contents(clean)
     build_cache(documents, target, relaid, clean)
     assert contents(clean) == before
     assert CachedStates(clean, relaid)(documents[0]).final.shape == (1, 12, 32)
+
+
+@pytest.mark.parametrize("layer_ids", [(), (1,), (0, 3), LAYERS])
+def test_a_cache_serves_whoever_needs_fewer_layers_with_the_bits_of_their_own(
+    layer_ids: tuple[int, ...], documents: list[Document], target: Target, clean: Path, tmp_path: Path
+) -> None:
+    asked = manifest_of(documents, target, layer_ids)
+    build_cache(documents, target, asked, tmp_path)
+    before = contents(clean)
+    stored, num_made = build_cache(documents, target, asked, clean)
+    assert (stored.layer_ids, num_made) == (LAYERS, 0)
+    assert contents(clean) == before
+    shared, own, online = CachedStates(clean, asked), CachedStates(tmp_path, asked), OnlineStates(target, layer_ids)
+    for document in documents:
+        read = shared(document)
+        assert read.layers.shape == (1, len(document), len(layer_ids), 32)
+        for same in (own(document), online(document)):
+            assert torch.equal(read.layers, same.layers)
+            assert torch.equal(read.final, same.final)
+
+
+def test_only_wanted_tensors_are_read(
+    documents: list[Document], target: Target, clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    class Recorded:
+        def __init__(self, file: Path, framework: str) -> None:
+            self.opened = safe_open(file, framework)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self.opened.get_tensor(name)
+
+    final_only = CachedStates(clean, manifest_of(documents, target, ()))
+    one_layer = CachedStates(clean, manifest_of(documents, target, (1,)))
+    monkeypatch.setattr(cache, "safe_open", Recorded)
+    final_only(documents[2])
+    assert read == [f"{documents[2].id}.{part}" for part in ("tokens", "final")]
+    read.clear()
+    one_layer(documents[2])
+    assert read == [f"{documents[2].id}.{part}" for part in ("tokens", "layer_1", "final")]
+
+
+def test_a_finished_cache_with_more_layers_is_found_by_default(
+    documents: list[Document], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wide, narrow = manifest_of(documents, target), manifest_of(documents, target, ())
+    folder, _ = choose_folder(StatesConfig(), wide)
+    own = folder.with_name(narrow.digest)
+    assert wide.digest == narrow.digest
+    build_cache(documents, target, wide, folder, rank=1, world_size=2)
+    chosen, faults = choose_folder(StatesConfig(), narrow)
+    assert chosen == own
+    assert len(faults) == 1
+    assert "the cache is unfinished, 2 of 3 files are missing" in faults[0]
+    build_cache(documents, target, wide, folder)
+    assert choose_folder(StatesConfig(), narrow) == (folder, [])
+    # Neither fewer layers, nor others, nor other documents serve.
+    lacking = manifest_of(documents, target, (0, 2))
+    assert choose_folder(StatesConfig(), lacking) == (folder.with_name(f"{wide.digest}_0_2"), [])
+    fewer = manifest_of(documents[:4], target, ())
+    assert choose_folder(StatesConfig(), fewer) == (folder.with_name(fewer.digest), [])
+    # A damaged one is named and left alone; what was begun for exactly these layers comes first.
+    file = folder / "shard_00001.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    chosen, (fault,) = choose_folder(StatesConfig(), narrow)
+    assert chosen == own
+    assert "shard_00001.safetensors is damaged: 100 bytes" in fault
+    build_cache(documents, target, wide, folder)
+    build_cache(documents, target, narrow, own, rank=1, world_size=2)
+    assert choose_folder(StatesConfig(), narrow) == (own, [])
+
+
+def test_a_given_cache_is_finished_with_the_layers_it_was_begun_with(
+    documents: list[Document], target: Target, clean: Path, tmp_path: Path
+) -> None:
+    build(documents, target, tmp_path, rank=1, world_size=2)
+    assert choose_folder(StatesConfig(path=str(tmp_path)), manifest_of(documents, target, ())) == (tmp_path, [])
+    stored, num_made = build_cache(documents, target, manifest_of(documents, target, ()), tmp_path)
+    assert (stored.layer_ids, num_made) == (LAYERS, 12 + 30 + 9 + 26 + 3)
+    assert contents(tmp_path) == contents(clean)
+
+
+def test_a_cache_of_an_earlier_layout_is_refused(
+    documents: list[Document], target: Target, clean: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(clean, tmp_path / "copy")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+    for use in (CachedStates, lambda *asked: build_cache(documents, target, asked[1], asked[0])):
+        with pytest.raises(ValueError, match=r"other settings: format is 1 in the cache, 2 here\. Give another"):
+            use(folder, manifest_of(documents, target))
 
 
 def test_config_refuses_what_it_does_not_know() -> None:
