@@ -3,9 +3,9 @@
 Both ways run the same function on one whole document at a time, so they give the same bits.
 
 A cache is a folder with `manifest.json`, which names all that decides its content and is written first, and
-`shard_XXXXX.safetensors`, each with `<document id>.{tokens,supervised,layer_<i>,final}` of some consecutive documents.
-A shard appears whole or not at all. Rank r of n makes shards r, r + n, r + 2n, ... A drafter reads the layers it needs
-and no others, so that one cache serves several drafters.
+`shard_XXXXX.safetensors`, each with `<document id>.{tokens,supervised,layer_<i>,final}` of some consecutive documents
+and a checksum of each tensor. A shard appears whole or not at all. Rank r of n makes shards r, r + n, r + 2n, ... A
+drafter reads the layers it needs and no others, so that one cache serves several drafters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.batch import Document, TargetStates
-from draftsmith.data.manifest import MANIFEST, SHARD_TOKENS, Shard, layer_part, read_manifest
+from draftsmith.data.manifest import CHECKSUMS, MANIFEST, SHARD_TOKENS, Shard, checksum, layer_part, read_manifest
 from draftsmith.data.manifest import CacheManifest as CacheManifest
 from draftsmith.data.wheels import user_cache
 from draftsmith.models.target import Target, check_layer_ids
@@ -119,22 +119,40 @@ class CachedStates:
                 raise ValueError(f"{fault}; run `draftsmith cache` with the same settings: it makes damaged files anew")
         self._files = {i: s.file for s in shards for i in stored.document_ids[s.first : s.stop]}
         self._parts = ("tokens", *map(layer_part, manifest.layer_ids), "final")
+        self._verified: set[str] = set()
 
     def __call__(self, document: Document) -> TargetStates:
         """States with a batch axis of 1, on the CPU.
 
         Raises:
-            ValueError: the document is not in the cache, or not with these tokens.
+            ValueError: the document is not in the cache, or not with these tokens; a byte of it has changed on disk,
+                which is looked for when it is first read.
         """
         file = self._files.get(document.id)
         if file is None:
             raise ValueError(f"document {document.id} is not in the cache; run `draftsmith cache` for this data")
         with safe_open(file, framework="pt") as opened:
-            tokens, *layers, final = (opened.get_tensor(f"{document.id}.{part}") for part in self._parts)
+            read = {f"{document.id}.{part}": opened.get_tensor(f"{document.id}.{part}") for part in self._parts}
+            if document.id not in self._verified:
+                _verify(file, read, opened.metadata() or {})
+                self._verified.add(document.id)
+        tokens, *layers, final = read.values()
         if not torch.equal(tokens, document.tokens):
             raise ValueError(f"{file}: document {document.id} is there with other tokens; delete the cache")
         stacked = torch.stack(layers, 1) if layers else final.new_empty(len(final), 0, final.shape[1])
         return TargetStates(layers=stacked[None], final=final[None])
+
+
+def _verify(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Compares tensors that were read from a file with the checksums that were written with them."""
+    checksums = json.loads(metadata.get(CHECKSUMS, "{}"))
+    for name, value in tensors.items():
+        if checksums.get(name) != checksum(value):
+            document_id, part = name.split(".")
+            raise ValueError(
+                f"{file}: document {document_id} is damaged, its {part} does not match the checksum; delete this file "
+                "and run the same command again: only it is made anew"
+            )
 
 
 def choose_folder(config: StatesConfig, manifest: CacheManifest) -> tuple[Path, list[str]]:
@@ -228,7 +246,8 @@ def _write_shard(
         progress(len(document))
     part = shard.file.with_name(f".{shard.file.name}.{os.getpid()}.part")
     try:
-        save_file(tensors, part)
+        checksums = {name: checksum(value) for name, value in tensors.items()}
+        save_file(tensors, part, metadata={CHECKSUMS: json.dumps(checksums)})
         _to_disk(part)
         part.rename(shard.file)
         _to_disk(shard.file.parent)

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from draftsmith.data.batch import Document
 from draftsmith.models.target import DTYPES, Target, check_layer_ids
 
 MANIFEST = "manifest.json"
+CHECKSUMS = "xxh3_64"  # the key of a file's metadata that holds them, by tensor
 SHARD_TOKENS = 16384
 
 
@@ -197,6 +200,11 @@ class Shard:
 def layer_part(layer_id: int) -> str:
     """The name of a layer's states among a document's tensors."""
     return f"layer_{layer_id}"
+
+
+def checksum(tensor: Tensor) -> str:
+    """XXH3 of a tensor's bytes: it costs a fraction of copying them."""
+    return xxhash.xxh3_64_hexdigest(tensor.view(torch.uint8).numpy().data)
 
 
 def read_manifest(folder: Path) -> CacheManifest | None:

@@ -113,11 +113,11 @@ def test_two_ranks_build_the_same_bytes(documents: list[Document], target: Targe
 def test_full_disk_leaves_no_half_file_and_a_resume_gives_the_same_bytes(
     failing_shard: int, documents: list[Document], target: Target, clean: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    def full_disk(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    def full_disk(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
         if f"shard_{failing_shard:05d}" in file.name:
             file.write_bytes(b"half a file")
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(tensors, file)
+        save_file(tensors, file, metadata)
 
     with monkeypatch.context() as patch:
         patch.setattr(cache, "save_file", full_disk)
@@ -233,6 +233,42 @@ def test_a_truncated_file_is_refused_by_reading_and_made_anew_by_building(
     assert "made anew" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("part", ["tokens", "layer_1", "final"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_flipped_byte_is_noticed_when_its_document_is_read(
+    part: str, dtype: str, documents: list[Document], target_path: Path, tmp_path: Path
+) -> None:
+    target = load(target_path, dtype=dtype)
+    manifest = build(documents, target, tmp_path)
+    before = contents(tmp_path)
+    file, damaged = tmp_path / "shard_00001.safetensors", documents[3]
+    raw = bytearray(file.read_bytes())
+    header = int.from_bytes(raw[:8], "little")
+    begin, end = json.loads(raw[8 : 8 + header])[f"{damaged.id}.{part}"]["data_offsets"]
+    raw[8 + header + (begin + end) // 2] ^= 1
+    file.write_bytes(raw)
+    cached = CachedStates(tmp_path, manifest)
+    for document in documents:
+        if document is not damaged:
+            assert cached(document).final.shape == (1, len(document), 32)
+    message = (
+        rf"shard_00001\.safetensors: document {damaged.id} is damaged, its {part} does not match.*delete"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            cached(damaged)
+    # Whoever does not need the damaged layer is not disturbed by it.
+    final_only = CachedStates(tmp_path, manifest_of(documents, target, ()))
+    if part == "layer_1":
+        assert torch.equal(final_only(damaged).final, OnlineStates(target, ())(damaged).final)
+    else:
+        with pytest.raises(ValueError, match=message):
+            final_only(damaged)
+    file.unlink()
+    build(documents, target, tmp_path)
+    assert contents(tmp_path) == before
+
+
 def test_states_that_overflow_are_refused_by_document(
     documents: list[Document], new_target: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -320,6 +356,9 @@ def test_only_wanted_tensors_are_read(
 
         def __exit__(self, *_: object) -> None:
             pass
+
+        def metadata(self) -> dict[str, str]:
+            return self.opened.metadata()
 
         def get_tensor(self, name: str) -> torch.Tensor:
             read.append(name)
