@@ -251,9 +251,7 @@ def test_a_flipped_byte_is_noticed_when_its_document_is_read(
     for document in documents:
         if document is not damaged:
             assert cached(document).final.shape == (1, len(document), 32)
-    message = (
-        rf"shard_00001\.safetensors: document {damaged.id} is damaged, its {part} does not match.*delete"
-    )
+    message = rf"shard_00001\.safetensors: document {damaged.id} is damaged, its {part} does not match.*delete"
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             cached(damaged)
