@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.batch import Document, TargetStates
-from draftsmith.data.manifest import CHECKSUMS, MANIFEST, SHARD_TOKENS, Shard, checksum, layer_part, read_manifest
+from draftsmith.data.manifest import CHECKSUMS, MANIFEST, SHARD_TOKENS, Shard, checksum_line, layer_part, read_manifest
 from draftsmith.data.manifest import CacheManifest as CacheManifest
 from draftsmith.data.wheels import user_cache
 from draftsmith.models.target import Target, check_layer_ids
@@ -145,9 +145,9 @@ class CachedStates:
 
 def _verify(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Compares tensors that were read from a file with the checksums that were written with them."""
-    checksums = json.loads(metadata.get(CHECKSUMS, "{}"))
+    lines = set(metadata.get(CHECKSUMS, "").splitlines())
     for name, value in tensors.items():
-        if checksums.get(name) != checksum(value):
+        if checksum_line(name, value) not in lines:
             document_id, part = name.split(".")
             raise ValueError(
                 f"{file}: document {document_id} is damaged, its {part} does not match the checksum; delete this file "
@@ -246,8 +246,8 @@ def _write_shard(
         progress(len(document))
     part = shard.file.with_name(f".{shard.file.name}.{os.getpid()}.part")
     try:
-        checksums = {name: checksum(value) for name, value in tensors.items()}
-        save_file(tensors, part, metadata={CHECKSUMS: json.dumps(checksums)})
+        checksums = "\n".join(checksum_line(name, value) for name, value in tensors.items())
+        save_file(tensors, part, metadata={CHECKSUMS: checksums})
         _to_disk(part)
         part.rename(shard.file)
         _to_disk(shard.file.parent)

@@ -20,7 +20,7 @@ from draftsmith.data.batch import Document
 from draftsmith.models.target import DTYPES, Target, check_layer_ids
 
 MANIFEST = "manifest.json"
-CHECKSUMS = "xxh3_64"  # the key of a file's metadata that holds them, by tensor
+CHECKSUMS = "xxh3_64"  # the key of a file's metadata that holds them, a line for each tensor
 SHARD_TOKENS = 16384
 
 
@@ -202,9 +202,9 @@ def layer_part(layer_id: int) -> str:
     return f"layer_{layer_id}"
 
 
-def checksum(tensor: Tensor) -> str:
-    """XXH3 of a tensor's bytes: it costs a fraction of copying them."""
-    return xxhash.xxh3_64_hexdigest(tensor.view(torch.uint8).numpy().data)
+def checksum_line(name: str, tensor: Tensor) -> str:
+    """A tensor's name and the XXH3 of its bytes, which costs a fraction of copying them."""
+    return f"{name} {xxhash.xxh3_64_hexdigest(tensor.view(torch.uint8).numpy().data)}"
 
 
 def read_manifest(folder: Path) -> CacheManifest | None:
