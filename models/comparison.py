@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftsmith.models.sampling import sample_at
 from draftsmith.models.token_stats import COMPARED, StatsOptions, TokenStats, output_names
 
 # What a logit of -inf becomes: its probability is exactly 0 and it can be subtracted without giving NaN.
@@ -106,6 +107,7 @@ def compare(
     options: StatsOptions,
     draft_vocabulary: DraftVocabulary | None = None,
     scratch: Scratch = (None, None, None, None),
+    uniform: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Statistics of a block of rows; gradient rows with respect to the drafter's logits are written as it goes.
 
@@ -119,6 +121,7 @@ def compare(
             WRITTEN_LAST may be the memory of draft_logits or target_logits.
         scratch: four buffers like draft_logits, or None: allocate. Fresh large
             temporaries are mapped and unmapped by the system each time, which costs more than the arithmetic.
+        uniform: (row,) float64 in [0, 1), which decide the sampled tokens; None: no token is sampled.
     """
     logits = draft_logits
     top, draft_token = first_max(logits)
@@ -155,6 +158,9 @@ def compare(
         logits = logits / options.temperature
         q = torch.softmax(logits, -1, out=scratch[0])
         norm = top / options.temperature - pick(q, draft_token).log()
+    if uniform is not None:
+        sampled = sample_at(q, uniform)
+        found["sampled_token"] = sampled if draft_vocabulary is None else draft_vocabulary.ids[sampled]
     found["confidence"] = pick(q, draft_token)
     found["entropy"] = norm - dot(q, logits, scratch[2])
     if teacher is not None:

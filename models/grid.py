@@ -25,11 +25,13 @@ class Grid:
         anchor_index: (batch, anchor) int64, position of the anchor in its row; 0 where the anchor is invalid.
         label_index: (batch, anchor, step) int64, position of the token to predict; 0 where invalid.
         valid: (batch, anchor, step) bool.
+        uniform: (batch, anchor, step) float64 in [0, 1), see `draw_uniform`; None for a drafter that draws nothing.
     """
 
     anchor_index: Tensor
     label_index: Tensor
     valid: Tensor
+    uniform: Tensor | None = None
 
     @property
     def num_slots(self) -> Tensor:
@@ -47,6 +49,7 @@ class Grid:
             anchor_index=self.anchor_index.to(device),
             label_index=self.label_index.to(device),
             valid=self.valid.to(device),
+            uniform=None if self.uniform is None else self.uniform.to(device),
         )
 
 
@@ -69,12 +72,36 @@ def draw_order(seed: int, epoch: int, document_id: int, offsets: Tensor, early_d
         early_decay: None: all are equally likely; else a candidate weighs exp(-offset / early_decay), drawn without
             replacement by the keys -log(u) / weight (Efraimidis and Spirakis, 2006).
     """
-    digest = hashlib.blake2b(f"{seed}:{epoch}:{document_id}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = _generator(f"{seed}:{epoch}:{document_id}")
     if early_decay is None:
         return torch.randperm(len(offsets), generator=generator)
     waiting = -torch.rand(len(offsets), generator=generator, dtype=torch.float64).log()
     return (waiting.log() + offsets / early_decay).argsort()
+
+
+def _generator(key: str) -> torch.Generator:
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def draw_uniform(batch: Batch, grid: Grid, *, seed: int, epoch: int) -> Tensor:
+    """A number for each step of each anchor that decides what a drafter draws there.
+
+    It depends on (seed, epoch, document, position, step) alone, however rows are packed and divided.
+
+    Returns:
+        (batch, anchor, step) float64 in [0, 1).
+    """
+    num_steps = grid.valid.shape[-1]
+    document_ids = batch.document_ids.cpu()
+    numbers = torch.zeros(*document_ids.shape, num_steps, dtype=torch.float64)
+    for row, owners in enumerate(document_ids):
+        for document_id in owners[owners >= 0].unique_consecutive().tolist():
+            own = owners == document_id
+            generator = _generator(f"tokens:{seed}:{epoch}:{document_id}")
+            numbers[row, own] = torch.rand(int(own.sum()), num_steps, generator=generator, dtype=torch.float64)
+    numbers = numbers.to(grid.anchor_index.device)
+    return numbers.gather(1, grid.anchor_index[..., None].expand(-1, -1, num_steps))
 
 
 def choose_anchors(

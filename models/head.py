@@ -145,6 +145,7 @@ class Head:
         bias: tuple[Tensor, Tensor] | None = None,
         teacher_index: Tensor | None = None,
         teacher_logits: Tensor | None = None,
+        uniform: Tensor | None = None,
     ) -> TokenStats:
         """Statistics of rows, chunk by chunk, differentiable in draft_hidden, weight and bias.
 
@@ -163,6 +164,8 @@ class Head:
             teacher_index: (row,) int64, the teacher row of each draft row; None: row i's is i. Rows of one chunk that
                 share a teacher row share its product.
             teacher_logits: (teacher_row, vocab), `teacher_logits(target_hidden)` where several calls share it.
+            uniform: (row,) float64 in [0, 1): also draw `sampled_token` from q, at the temperature that p and q are
+                compared at, by these numbers.
 
         Raises:
             ValueError: an unknown statistic, shapes that do not fit, or top_k together with a draft vocabulary.
@@ -173,11 +176,14 @@ class Head:
             )
         readout = self._draft_readout if weight is None else replace(self._draft_readout, weight=weight.detach())
         self._check(draft_hidden, target_hidden, labels, want, readout.weight, teacher_index)
+        if uniform is not None and uniform.shape != labels.shape:
+            raise ValueError(f"uniform {tuple(uniform.shape)} must be (row,), here {tuple(labels.shape)}")
         job = Job(
             target_hidden=target_hidden.detach().to(self.lm_head.dtype),
             teacher_index=teacher_index,
             teacher_logits=teacher_logits,
             labels=labels,
+            uniform=uniform,
             want=tuple(want),
             options=self.options if lk_eta is None else replace(self.options, lk_eta=lk_eta),
             draft_readout=readout,

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.data.batch import Batch, Document, TargetStates
 from draftsmith.models.drafter import Drafter, Proposal, join, scatter
-from draftsmith.models.grid import Grid
+from draftsmith.models.grid import Grid, draw_uniform
 from draftsmith.models.head import Head, TokenStats
 from draftsmith.models.mtp_block import Columns, Entries, MTPBlock, MTPBlockConfig, check_choice
 from draftsmith.models.mtp_init import from_last_layer, from_target_mtp
@@ -38,8 +38,9 @@ class MTPConfig(MTPBlockConfig):
 
     Attributes:
         num_draft_tokens: D, the number of depths.
-        tokens: what depth k >= 1 reads. own: the drafter's argmax of depth k - 1 (on-policy, as decoding does). gold:
-            the data's token. Labels and teachers are the data's in both.
+        tokens: what depth k >= 1 reads. own: the drafter's argmax of depth k - 1 (on-policy, as greedy decoding does).
+            sampled: a token drawn from its distribution there, at loss.temperature (on-policy for decoding at that
+            temperature). gold: the data's token. Labels and teachers are the data's in all.
         init: random; last_layer: the target's last decoder layer, with the fusion fitted to what that layer reads (see
             `draftsmith.models.mtp_init.fit_fusion`); target_mtp: the checkpoint's own MTP layer.
         stop_gradient: cut the gradient through the hidden state that depth k hands to depth k + 1.
@@ -60,7 +61,7 @@ class MTPConfig(MTPBlockConfig):
         """
         if self.num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}; it must be at least 1")
-        check_choice("tokens", self.tokens, ("own", "gold"))
+        check_choice("tokens", self.tokens, ("own", "sampled", "gold"))
         check_choice("init", self.init, ("random", "last_layer", "target_mtp"))
         return MTP(self, target_spec)
 
@@ -109,6 +110,13 @@ class MTP(Drafter[MTPCache]):
             return from_target_mtp(self.block, target)
         return "MTP block: random weights"
 
+    def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
+        """See `Drafter.grid`; with what decides the sampled tokens, where tokens are sampled."""
+        grid = super().grid(batch, seed=seed, epoch=epoch)
+        if self.config.tokens != "sampled":
+            return grid
+        return replace(grid, uniform=draw_uniform(batch, grid, seed=seed, epoch=epoch))
+
     def forward(self, batch: Batch, grid: Grid, target_head: Head, want: Sequence[str]) -> TokenStats:
         """Statistics on the grid, each (batch, anchor, step).
 
@@ -119,13 +127,15 @@ class MTP(Drafter[MTPCache]):
         context = self._context(batch, target_head)
         row, anchor = grid.valid[..., 0].nonzero(as_tuple=True)
         columns, valid = _columns(batch, grid, row, anchor), grid.valid[row, anchor]
+        uniform = None if grid.uniform is None else grid.uniform[row, anchor]
         size = piece_size(ids.numel(), target_head)
         scored, steps = [], []
         # As many pieces as a batch of this shape can have, empty ones too: under ZeRO-3 all ranks must run the
         # block equally often.
         for start in range(0, ids.numel(), size):
             piece = slice(start, start + size)
-            scorer = Scorer(columns[piece], valid[piece], ids, final, target_head, want, self.config.tokens == "own")
+            draws = None if uniform is None else uniform[piece]
+            scorer = Scorer(columns[piece], valid[piece], ids, final, target_head, want, self.config.tokens, draws)
             first_tokens = ids[columns.last[piece] + 1]
             self._unroll(first_tokens, final[columns.last[piece]], columns[piece], context, target_head, scorer)
             scored += scorer.stats

@@ -22,6 +22,10 @@ class Scorer:
     The teacher at depth k + 1 of column j is that at depth k of column j + 1, so its logits are computed once for the
     piece (and a halo of D - 1 rows).
 
+    Args:
+        tokens: see `MTPConfig`.
+        uniform: (column, step), what decides the sampled tokens.
+
     Attributes:
         stats: of each depth's valid predictions.
         live: (valid,) for each depth which columns have one.
@@ -35,10 +39,11 @@ class Scorer:
         final: Tensor,
         target_head: Head,
         want: Sequence[str],
-        own_tokens: bool,
+        tokens: str,
+        uniform: Tensor | None,
     ) -> None:
         self.columns, self.ids, self.target_head = columns, ids, target_head
-        self.want, self.own_tokens = want, own_tokens
+        self.want, self.tokens, self.uniform = want, tokens, uniform
         self.live = [step.nonzero().squeeze(1) for step in valid.unbind(1)]
         self.stats: list[TokenStats] = []
         steps = torch.arange(1, valid.shape[1] + 1, device=valid.device)
@@ -57,12 +62,14 @@ class Scorer:
             want=self.want,
             teacher_index=torch.searchsorted(self.teachers, teacher),
             teacher_logits=self.teacher_logits,
+            uniform=None if self.uniform is None else self.uniform[live, depth],
         )
         self.stats.append(stats)
-        if not self.own_tokens:
+        if self.tokens == "gold":
             return gold_tokens(self.ids, self.columns, depth)
-        assert stats.draft_token is not None
-        return torch.zeros_like(self.columns.last).index_put((live,), stats.draft_token)
+        own = stats.draft_token if self.tokens == "own" else stats.sampled_token
+        assert own is not None
+        return torch.zeros_like(self.columns.last).index_put((live,), own)
 
 
 def piece_size(num_positions: int, target_head: Head) -> int:

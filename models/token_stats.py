@@ -38,6 +38,7 @@ class TokenStats:
         acceptance: 1 - TV(p, q) = sum_v min(p_v, q_v), the probability that a draft drawn from q is accepted.
         draft_token: argmax of q, the lowest id among equals.
         target_token: argmax of p, likewise.
+        sampled_token: drawn from q, where `Head.stats` is given what decides the draw.
         label_prob: q(label).
         confidence: max of q.
         entropy: entropy of q, nats.
@@ -54,6 +55,7 @@ class TokenStats:
     acceptance: Tensor | None = None
     draft_token: Tensor | None = None
     target_token: Tensor | None = None
+    sampled_token: Tensor | None = None
     label_prob: Tensor | None = None
     confidence: Tensor | None = None
     entropy: Tensor | None = None
@@ -76,6 +78,7 @@ class TokenStats:
             acceptance=apply(self.acceptance),
             draft_token=apply(self.draft_token),
             target_token=apply(self.target_token),
+            sampled_token=apply(self.sampled_token),
             label_prob=apply(self.label_prob, 1),
             confidence=apply(self.confidence),
             entropy=apply(self.entropy),

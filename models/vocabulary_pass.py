@@ -59,6 +59,7 @@ class Job:
         teacher_index: (row,), the teacher row of each draft row; None: its own.
         teacher_logits: (teacher_row, vocab), where they are known already.
         labels: (row,).
+        uniform: (row,), see `Head.stats`, or None.
         want: see `TokenStats`.
         options: see `StatsOptions`.
         draft_readout: the drafter's; its weight is passed beside it.
@@ -71,12 +72,19 @@ class Job:
     teacher_index: Tensor | None
     teacher_logits: Tensor | None
     labels: Tensor
+    uniform: Tensor | None
     want: Sequence[str]
     options: StatsOptions
     draft_readout: Readout
     teacher_readout: Readout
     draft_vocabulary: DraftVocabulary | None
     workspace: Workspace
+
+    @property
+    def outputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The differentiable and the detached statistics that a pass gives."""
+        differentiable, detached = output_names(self.want)
+        return differentiable, detached if self.uniform is None else (*detached, "sampled_token")
 
     def chunks(
         self, hidden: Tensor, bias: tuple[Tensor, Tensor] | None, gradient_names: Sequence[str]
@@ -108,7 +116,7 @@ class Job:
                 logits.addmm_(bias[0][part].to(precision), bias[1].to(precision).T)
             teacher, place = self._teacher(part, tile) if has_teacher else (None, None)
             gradients = {name: tile(shared.get(name, name), rows, vocab) for name in gradient_names}
-            found = self._compare(logits, teacher, place, self.labels[part], gradients)
+            found = self._compare(logits, teacher, place, part, gradients)
             yield Chunk(part=part, found=found, gradients=gradients, slope=slope)
 
     def _shared_tiles(self, gradient_names: Sequence[str]) -> dict[str, str]:
@@ -138,10 +146,11 @@ class Job:
         logits: Tensor,
         teacher: Tensor | None,
         place: Tensor | None,
-        labels: Tensor,
+        part: slice,
         gradients: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """The elementwise part, in blocks of rows that stay in cache."""
+        labels, uniform = self.labels[part], None if self.uniform is None else self.uniform[part]
         compiled = self.options.compile and kernel_works(logits.device.type)
         threads = 1 if compiled or logits.device.type != "cpu" else torch.get_num_threads()
         block_bytes = self.options.budget_bytes // SCRATCH_SHARE // NUM_SCRATCH // threads
@@ -154,14 +163,14 @@ class Job:
                 teacher_block = teacher[block] if place is None else teacher[place[block]]
             rows = {name: row[block] for name, row in gradients.items()}
             inputs = (logits[block], teacher_block, labels[block], self.want, rows, self.options, self.draft_vocabulary)
+            draws = None if uniform is None else uniform[block]
             if compiled:
-                return compiled_compare()(*inputs)
+                return compiled_compare()(*inputs, uniform=draws)
             # Each thread has its own buffers; on a device, calls follow one another.
             workspace = self.workspace if threads == 1 else _thread.workspace
             tile = functools.partial(workspace.tile, dtype=logits.dtype, device=logits.device)
-            return compare(
-                *inputs, [tile(f"scratch_{i}", block.stop - first, logits.shape[-1]) for i in range(NUM_SCRATCH)]
-            )
+            scratch = [tile(f"scratch_{i}", block.stop - first, logits.shape[-1]) for i in range(NUM_SCRATCH)]
+            return compare(*inputs, scratch, draws)
 
         starts = range(0, len(logits), block_rows)
         found = list(map(run, starts) if threads == 1 else workers(threads).map(run, starts))
@@ -240,7 +249,7 @@ class _VocabularyPass(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias_rows: Tensor | None, basis: Tensor | None, job: Job
     ) -> tuple[Tensor, ...]:
-        differentiable, detached = output_names(job.want)
+        differentiable, detached = job.outputs
         trains_head = any(ctx.needs_input_grad[1:4])
         formed = differentiable if ctx.needs_input_grad[0] and not trains_head else ()
         gradient_rows = {name: torch.empty_like(hidden) for name in formed}
@@ -311,7 +320,7 @@ def _recompute(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Tensor | None, ...
 
 def vocabulary_stats(hidden: Tensor, weight: Tensor, bias: tuple[Tensor, Tensor] | None, job: Job) -> TokenStats:
     """The pass as an operation of autograd, differentiable in hidden, weight and bias."""
-    differentiable, detached = output_names(job.want)
+    differentiable, detached = job.outputs
     rows, basis = (None, None) if bias is None else bias
     if not torch.is_grad_enabled():  # a Function would form gradient rows for anything that requires grad
         hidden, weight = hidden.detach(), weight.detach()

@@ -112,6 +112,7 @@ def case(
     seq: int = 1024,
     document: int = 1024,
     recompute: bool = False,
+    tokens: str = "own",
     runs: int = 7,
 ) -> Case:
     """A step at one row of `seq` tokens."""
@@ -120,7 +121,7 @@ def case(
         torch.manual_seed(0)
         weight = torch.empty(VOCAB, HIDDEN).normal_(std=HIDDEN**-0.5)
         head, batch = Head(weight, weight), random_batch(seq, document)
-        mtp = MTPConfig(num_draft_tokens=depths, checkpoint_depths=recompute).build(SPEC)
+        mtp = MTPConfig(num_draft_tokens=depths, tokens=tokens, checkpoint_depths=recompute).build(SPEC)
         grid = mtp.grid(batch, seed=0, epoch=0)
 
         def step() -> None:
@@ -137,6 +138,7 @@ def case(
 CASES = [
     case("lk", "lk", lk),
     case("e2e_tv", "tv", chains),
+    case("lk_sampled", "lk", lk, tokens="sampled"),
     case("lk_1_depth", "lk", lk, depths=1),
     case("lk_4_depths", "lk", lk, depths=4),
     case("lk_16384_tokens", "lk", lk, seq=16_384, document=2048, recompute=True, runs=5),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import Batch
 from draftsmith.models.drafter import DrafterConfig
-from draftsmith.models.grid import build_grid, choose_anchors, legal_anchors
+from draftsmith.models.grid import build_grid, choose_anchors, draw_uniform, legal_anchors
 
 
 def new_batch(rows: list[list[tuple[int, str]]], seq: int) -> Batch:
@@ -149,3 +149,31 @@ def test_early_anchors_are_drawn_by_their_weight():
 def test_bad_anchor_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DrafterConfig(**settings)
+
+
+def numbers_of(batch: Batch, *, per_document=None, seed=0, epoch=0) -> dict[tuple[int, int, int], float]:
+    """The number of each valid (document, position, step)."""
+    grid = build_grid(batch, draw(batch, per_document=per_document), num_steps=3)
+    uniform = draw_uniform(batch, grid, seed=seed, epoch=epoch)
+    assert uniform.shape == grid.valid.shape
+    assert uniform.dtype == torch.float64
+    found = {}
+    for row, anchor, step in grid.valid.nonzero().tolist():
+        place = row, int(grid.anchor_index[row, anchor])
+        found[int(batch.document_ids[place]), int(batch.position_ids[place]), step] = float(uniform[row, anchor, step])
+    return found
+
+
+def test_numbers_to_draw_with_depend_on_document_position_and_step_alone():
+    packed = new_batch([[(7, "xxxxxx"), (8, "..xxxx")], [(9, "xxxxxxxx")]], 14)
+    apart = new_batch([[(9, "xxxxxxxx")], [(8, "..xxxx")], [(7, "xxxxxx")]], 8)
+    numbers = numbers_of(packed)
+    assert numbers_of(apart) == numbers
+    assert len(set(numbers.values())) == len(numbers)
+    assert all(0 <= number < 1 for number in numbers.values())
+    some = numbers_of(packed, per_document=2)
+    assert 0 < len(some) < len(numbers)
+    assert some.items() <= numbers.items()
+    for other in (numbers_of(packed, seed=1), numbers_of(packed, epoch=1)):
+        assert other.keys() == numbers.keys()
+        assert not set(other.values()) & set(numbers.values())

@@ -471,8 +471,11 @@ def test_without_a_compiler_the_eager_path_runs_and_says_so(monkeypatch, caplog)
 def test_compiled_equals_eager():
     weight, draft, target, labels = problem(rows=70, vocab=1300, dtype=torch.float32)
     head = Head(weight, weight)
-    eager = fields(head.stats(draft, target, labels, want=COMPARED))
-    fused = fields(head.with_options(StatsOptions(compile=True)).stats(draft, target, labels, want=COMPARED))
+    uniform = torch.rand(70, dtype=torch.float64)
+    compiled = head.with_options(StatsOptions(compile=True))
+    eager, fused = (h.stats(draft, target, labels, want=COMPARED, uniform=uniform) for h in (head, compiled))
+    assert (fused.sampled_token == eager.sampled_token).float().mean() > 0.98  # rounding may move a number's token
+    eager, fused = fields(eager), fields(fused)
     for name, value in eager.items():
         torch.testing.assert_close(fused[name], value, rtol=1e-4, atol=1e-5)
     for name in COMPARED:
@@ -508,3 +511,29 @@ def test_known_teacher_logits_in_low_precision():
     plain = head.stats(draft, target, labels)
     given = head.stats(draft, target, labels, teacher_logits=head.teacher_logits(target))
     torch.testing.assert_close(given.kl, plain.kl)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("draft_ids", [None, torch.arange(1, 50, 3)])
+def test_sampled_tokens_are_drawn_from_q_and_touch_nothing_else(temperature, draft_ids, monkeypatch):
+    weight, draft, target, labels = problem(rows=300)
+    head = Head(weight, weight).with_options(StatsOptions(temperature=temperature))
+    ids = torch.arange(50) if draft_ids is None else draft_ids
+    if draft_ids is not None:
+        head = head.with_draft_vocabulary(draft_ids)
+    uniform = torch.rand(300, dtype=torch.float64)
+    plain = head.stats(draft, target, labels, want=("kl",))
+    assert plain.sampled_token is None
+    found = []
+    for floor in (64, 7):
+        monkeypatch.setattr(vocabulary_pass, "MIN_CHUNK_ROWS", floor)
+        options = StatsOptions(temperature=temperature, budget_bytes=256 * 2**20 if floor == 64 else 1)
+        stats = head.with_options(options).stats(draft, target, labels, want=("kl",), uniform=uniform)
+        for name, value in fields(plain).items():
+            torch.testing.assert_close(fields(stats)[name], value, rtol=1e-12, atol=1e-12)
+        found.append(stats.sampled_token)
+    upper = (head.logits(draft)[:, ids] / temperature).softmax(-1).cumsum(-1)
+    assert torch.equal(found[0], ids[(upper <= uniform[:, None]).sum(-1)])
+    assert torch.equal(found[0], found[1])
+    with pytest.raises(ValueError, match=r"uniform \(299,\) must be \(row,\), here \(300,\)"):
+        head.stats(draft, target, labels, uniform=uniform[1:])

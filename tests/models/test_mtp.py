@@ -163,7 +163,7 @@ def test_what_a_column_reads(spec, head, tokens):
 def test_labels_and_teachers_do_not_depend_on_the_tokens_read(spec, head):
     batch = pack(7, 5)
     calls = []
-    for tokens, always in (("own", None), ("own", 7), ("gold", None)):
+    for tokens, always in (("own", None), ("own", 7), ("sampled", None), ("gold", None)):
         mtp = build(spec, tokens=tokens)
         recorder = Recorder(head, always)
         mtp(batch, grid_of(mtp, batch), recorder, ("ce", "tv"))
@@ -174,6 +174,32 @@ def test_labels_and_teachers_do_not_depend_on_the_tokens_read(spec, head):
             assert torch.equal(labels, other_labels)
     assert torch.equal(calls[0][0][0], calls[1][0][0])  # depth 0 reads gold in every mode
     assert not torch.equal(calls[0][1][0], calls[1][1][0])
+
+
+def test_a_sampled_token_is_drawn_from_the_depth_before(spec, head):
+    """Depth k + 1 reads what depth k drew; draws follow each depth's own distribution, anew in every epoch."""
+    head = Head(head.embedding, head.lm_head[:6] * 0.3)
+    mtp = build(spec, tokens="sampled")
+    ids = torch.randint(0, 6, (1, 40), generator=torch.Generator().manual_seed(0))
+    batch = replace(pack(40), input_ids=ids)
+    counts, expected, seen = torch.zeros(3, 6), torch.zeros(3, 6), []
+    for epoch in range(100):
+        grid = mtp.grid(batch, seed=3, epoch=epoch)
+        recorder = Recorder(head)
+        with torch.no_grad():
+            stats = mtp(batch, grid, recorder, ("ce",))
+        for depth, (states, _, _) in enumerate(recorder.calls):
+            drawn = stats.sampled_token[0, :, depth][grid.valid[0, :, depth]]
+            counts[depth] += torch.bincount(drawn, minlength=6)
+            expected[depth] += head.logits(states).softmax(-1).sum(0)
+            if depth < 2:
+                assert torch.equal(recorder.embedded[depth + 2][: len(drawn)], drawn)
+        seen.append(stats.sampled_token)
+    assert torch.equal(stats.sampled_token, mtp(batch, grid, head, ("ce",)).sampled_token)
+    assert not torch.equal(seen[0], seen[1])
+    chi2 = ((counts - expected) ** 2 / expected).sum(-1)
+    assert (chi2 < 20.5).all()  # 5 degrees of freedom: p < 1e-3
+    assert not torch.equal(stats.sampled_token, stats.draft_token)
 
 
 def test_visibility_of_packed_documents(spec, head):
@@ -257,7 +283,7 @@ def test_no_prediction_sees_its_future(spec, head, tokens):
     assert torch.equal(moved & grid.valid[0], (anchors - 1 + 0 * steps >= 6) & grid.valid[0])
 
 
-@pytest.mark.parametrize("tokens", ["own", "gold"])
+@pytest.mark.parametrize("tokens", ["own", "sampled", "gold"])
 def test_packed_equals_unpacked(spec, head, tokens):
     mtp = build(spec, tokens=tokens)
     packed, weights = pack(7, 2, 5), torch.rand(20)
@@ -285,7 +311,7 @@ def test_packed_equals_unpacked(spec, head, tokens):
     torch.testing.assert_close(together_grads, apart_grads, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("tokens", ["own", "gold"])
+@pytest.mark.parametrize("tokens", ["own", "sampled", "gold"])
 def test_pieces_of_columns_change_nothing(spec, head, tokens, monkeypatch):
     mtp = build(spec, tokens=tokens)
     batch = pack(40, 50, 60, rows=2)
@@ -299,7 +325,7 @@ def test_pieces_of_columns_change_nothing(spec, head, tokens, monkeypatch):
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", ["own", "gold"])
+@pytest.mark.parametrize("tokens", ["own", "sampled", "gold"])
 def test_recomputation_changes_nothing(spec, head, tokens):
     batch = pack(9, 4)
     results = []
@@ -451,7 +477,7 @@ def test_proposing_before_observing_is_refused(spec, head):
     ("settings", "message"),
     [
         ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
-        ({"tokens": "golden"}, "tokens is 'golden'; it must be one of: own, gold"),
+        ({"tokens": "golden"}, "tokens is 'golden'; it must be one of: own, sampled, gold"),
         ({"init": "zeros"}, "random, last_layer, target_mtp"),
         ({"fuse_order": "both"}, "embedding_hidden, hidden_embedding"),
         ({"feedback": "none"}, "post_norm, pre_norm"),
