@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -106,6 +106,16 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
 
     def check_documents(self, documents: Iterable[Document]) -> None:
         """Refuses data that this drafter cannot be trained on (ValueError); most accept all."""
+
+    def measures(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """What a drafter has to say about itself in the log, by name; most say nothing.
+
+        The trainer asks once for each optimizer step, on every rank, for what all forwards since the last time show.
+
+        Args:
+            total: sums a tensor over ranks.
+        """
+        return {}
 
     @abstractmethod
     def initialise(self, target: Target, documents: Sequence[Document] = ()) -> str:

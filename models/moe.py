@@ -70,12 +70,17 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts with stacked weights, applied to tokens sorted by expert: one grouped product per matrix."""
+    """SwiGLU experts with stacked weights, applied to tokens sorted by expert: one grouped product per matrix.
+
+    Attributes:
+        load: (expert,) int64, how many tokens of the last call each expert took.
+    """
 
     def __init__(self, hidden: int, num_experts: int, intermediate: int) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
+        self.load = torch.zeros(num_experts, dtype=torch.int64)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x: (token, hidden); weights, experts: (token, k) -> (token, hidden), summed in float32."""
@@ -83,7 +88,8 @@ class Experts(nn.Module):
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
         token = order // experts.shape[1]
-        ends = torch.bincount(chosen, minlength=num_experts).cumsum(0).to(torch.int32)
+        self.load = torch.bincount(chosen, minlength=num_experts)
+        ends = self.load.cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(x[token], self.gate_up_proj.mT, offs=ends).chunk(2, -1)
         out = F.grouped_mm(F.silu(gate) * up, self.down_proj.mT, offs=ends)
         out = out.to(weights.dtype) * weights.flatten()[order, None]
@@ -114,3 +120,18 @@ class MoE(nn.Module):
                 shared = shared * self.shared_expert_gate(flat).sigmoid()
             total = total + shared
         return total.to(x.dtype).view_as(x)
+
+
+def load_balance(load: Tensor) -> dict[str, float]:
+    """How evenly tokens fall on experts.
+
+    Args:
+        load: (expert,), how many tokens each took.
+
+    Returns:
+        expert_max_load: the busiest expert's load over the mean load, 1 where all are equal (1 + MaxVio of arXiv
+            2408.15664).
+        experts_unused: how many took no token.
+    """
+    shares = load.double() / load.sum().clamp(min=1)
+    return {"expert_max_load": len(load) * float(shares.max()), "experts_unused": float((load == 0).sum())}

@@ -22,6 +22,7 @@ from draftsmith.data.batch import Batch, Document, TargetStates
 from draftsmith.models.drafter import Drafter, Proposal, join, scatter
 from draftsmith.models.grid import Grid, draw_uniform
 from draftsmith.models.head import Head, TokenStats
+from draftsmith.models.moe import MoE, load_balance
 from draftsmith.models.mtp_block import Columns, Entries, MTPBlock, MTPBlockConfig, check_choice
 from draftsmith.models.mtp_init import from_last_layer, from_target_mtp
 from draftsmith.models.mtp_scoring import Scorer, gold_tokens, piece_size
@@ -93,6 +94,7 @@ class MTP(Drafter[MTPCache]):
     """See the module's docstring."""
 
     config: MTPConfig
+    expert_load: Tensor
 
     def __init__(self, config: MTPConfig, spec: TargetSpec) -> None:
         super().__init__()
@@ -101,6 +103,16 @@ class MTP(Drafter[MTPCache]):
         self.spec = spec
         self.target_layer_ids = ()
         self.num_draft_tokens = config.num_draft_tokens
+        load = torch.zeros(config.moe.num_experts, dtype=torch.int64)
+        self.register_buffer("expert_load", load, persistent=False)
+
+    def measures(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """See `Drafter.measures`: the load of the experts by all columns at all depths, see `load_balance`."""
+        if not self.config.moe.num_experts:
+            return {}
+        measured = load_balance(total(self.expert_load))
+        self.expert_load.zero_()
+        return measured
 
     def initialise(self, target: Target, documents: Sequence[Document] = ()) -> str:
         """See `Drafter.initialise`; the ways are those of `MTPConfig.init`."""
@@ -211,6 +223,8 @@ class MTP(Drafter[MTPCache]):
                 state, hidden, own = checkpoint(self.block, *inputs, use_reentrant=False)
             else:
                 state, hidden, own = self.block(*inputs)
+            if isinstance(self.block.mlp, MoE):  # here, not in the block, which runs again where depths are recomputed
+                self.expert_load += self.block.mlp.experts.load
             if self.config.stop_gradient:
                 hidden = hidden.detach()
             states.append(state)

@@ -19,6 +19,8 @@ from draftsmith.data.conversations import DataConfig, Documents, Report, SourceC
 from draftsmith.data.packing import Loader
 from draftsmith.models.dfly import DFly, DFlyConfig
 from draftsmith.models.drafter import Drafter
+from draftsmith.models.moe import MoEConfig
+from draftsmith.models.mtp import MTP, MTPConfig
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.train.checkpoint import full_weights
 from draftsmith.train.config import DeepSpeedConfig, TrainConfig, TrainerConfig
@@ -110,6 +112,24 @@ LOSS = LossConfig(
         StageConfig(name="both", terms=[TermConfig(objective="ce"), TermConfig(objective="e2e_tv", weight=0.5)]),
     ]
 )
+
+
+def mixture(target: Target) -> MTP:
+    """An MTP drafter with a mixture of experts that reads sampled tokens, with random weights."""
+    moe = MoEConfig(num_experts=6, experts_per_token=2, expert_intermediate_size=16, shared_intermediate_size=16)
+    return with_random_weights(MTPConfig(tokens="sampled", moe=moe, checkpoint_depths=True).build(target.spec))
+
+
+def load_by_hand(target: Target, drafter: MTP, documents: Documents) -> list[int]:
+    """How many choices fell on each expert, with all rows at once."""
+    drafter = copy.deepcopy(drafter)
+    chosen: list[Tensor] = []
+    drafter.block.mlp.router.register_forward_hook(lambda module, args, out: chosen.append(out[1].flatten()))
+    loader = Loader(documents, row_tokens=ROW_TOKENS, seed=0, states=OnlineStates(target, ()))
+    batch = loader.batch(list(range(loader.num_rows)))
+    with torch.no_grad():
+        drafter(batch, drafter.grid(batch, seed=0, epoch=0), target.head, ("ce",))
+    return [int((torch.cat(chosen) == expert).sum()) for expert in range(6)]
 
 
 def update_by_hand(

@@ -17,6 +17,8 @@ from tiny_run import (
     document,
     documents_of,
     largest_difference,
+    load_by_hand,
+    mixture,
     random_drafter,
     tiny_config,
     update_by_hand,
@@ -47,6 +49,7 @@ def updates(world: World, target: Target) -> dict[str, Any]:
             with_random_weights(MTPConfig(checkpoint_depths=True).build(target.spec)),
             [document(8, 10), document(23, 1)],
         ),
+        "mixture": (mixture(target), [document(5, 2), document(8, 10)]),
         # Three rows and two ranks: the fourth is a filler.
         "filler": (random_drafter(target), [document(8, 10), document(4, 6), document(6, 3)]),
     }
@@ -69,6 +72,7 @@ def updates(world: World, target: Target) -> dict[str, Any]:
                 "loss": [result.loss, loss],
                 "grad_norm": [result.grad_norm, norm],
                 "slots": result.counts.slots,
+                "drafter": result.drafter,
                 "seconds": time.monotonic() - began,
             }
     return found
@@ -172,6 +176,7 @@ def main() -> None:
     target = Target.load(TargetConfig(path=str(target_path)), device="cpu")
     report = {
         "updates": updates(world, target),
+        "load": load_by_hand(target, mixture(target), documents_of(document(5, 2), document(8, 10))),
         "nothing_to_predict": nothing_to_predict(world, target),
         "not_finite": not_finite_on_one_rank(world, target),
         "folders": folders(world, base),

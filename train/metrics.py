@@ -127,6 +127,7 @@ class MetricsLog:
             "predictions": int(result.counts.slots),
             "chains": int(result.counts.chains),
             "proxies": proxies,
+            "drafter": result.drafter,
         }
 
     def _tell(self, line: dict[str, Any], last: bool) -> None:

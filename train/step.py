@@ -139,12 +139,14 @@ class StepResult:
         loss: of the whole step, over all ranks; None: there was nothing to predict and no update.
         grad_norm: of the whole gradient before clipping.
         measured: means over the whole step.
+        drafter: the drafter's own measures, see `Drafter.measures`.
     """
 
     loss: float | None
     grad_norm: float | None
     counts: Counts
     measured: dict[str, Ratio]
+    drafter: dict[str, float]
 
 
 def run_step(
@@ -173,7 +175,7 @@ def run_step(
     ]
     counts = count_predictions(micro_batches, grids, world)
     if counts.slots == 0:
-        return StepResult(loss=None, grad_norm=None, counts=counts, measured={})
+        return StepResult(loss=None, grad_norm=None, counts=counts, measured={}, drafter={})
 
     module.finite.found.zero_()
     measured: list[dict[str, Ratio]] = []
@@ -196,8 +198,13 @@ def run_step(
     grad_norm = gradient_norm(engine)
     engine.step()
     grad_norm = grad_norm if grad_norm is not None else float(engine.get_global_grad_norm())
-    loss = float(totals.pop("loss").numerator)
-    return StepResult(loss=loss, grad_norm=grad_norm, counts=counts, measured=totals)
+    return StepResult(
+        loss=float(totals.pop("loss").numerator),
+        grad_norm=grad_norm,
+        counts=counts,
+        measured=totals,
+        drafter=module.drafter.measures(world.sum),
+    )
 
 
 def count_predictions(batches: list[Batch], grids: list[Grid], world: World) -> Counts:

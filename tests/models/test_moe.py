@@ -6,7 +6,7 @@ import pytest
 import torch
 from references import moe_loop
 
-from draftsmith.models.moe import MoE, MoEConfig, Router
+from draftsmith.models.moe import MoE, MoEConfig, Router, load_balance
 
 
 def build(hidden=16, **settings):
@@ -93,3 +93,20 @@ def test_routing_runs_in_float32_whatever_the_training_type():
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         build(**settings)
+
+
+@pytest.mark.parametrize(
+    ("load", "largest", "unused"),
+    [([6, 2, 0, 0], 3.0, 2), ([5, 5, 5, 5], 1.0, 0), ([0, 0, 0, 9], 4.0, 3), ([0, 0], 0.0, 2)],
+)
+def test_load_balance_by_hand(load, largest, unused):
+    assert load_balance(torch.tensor(load)) == {"expert_max_load": pytest.approx(largest), "experts_unused": unused}
+
+
+def test_load_counts_the_choices_of_the_last_call():
+    moe = build()
+    moe(torch.randn(50, 16))
+    x = torch.randn(9, 16)
+    moe(x)
+    _, experts = moe.router(x)
+    assert moe.experts.load.tolist() == [int((experts == e).sum()) for e in range(6)]

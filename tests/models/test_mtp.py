@@ -202,6 +202,26 @@ def test_a_sampled_token_is_drawn_from_the_depth_before(spec, head):
     assert not torch.equal(stats.sampled_token, stats.draft_token)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_expert_load_counts_every_column_at_every_depth_once(spec, head, recompute):
+    moe = MoEConfig(num_experts=5, experts_per_token=2, expert_intermediate_size=8, shared_intermediate_size=0)
+    mtp, batch = build(spec, moe=moe, checkpoint_depths=recompute), pack(9, 4)
+    chosen = []
+    mtp.block.mlp.router.register_forward_hook(lambda module, args, out: chosen.append(out[1].flatten()))
+    grid = grid_of(mtp, batch)
+    loss = mtp(batch, grid, head, ("ce",)).ce.sum()
+    load = torch.bincount(torch.cat(chosen), minlength=5)
+    assert load.sum() == 2 * 3 * (7 + 2)
+    loss.backward()  # runs the block again where depths are recomputed
+    assert (len(chosen) > 3) == recompute
+    expected = {"expert_max_load": pytest.approx(5 * int(load.max()) / 54), "experts_unused": float((load == 0).sum())}
+    assert torch.equal(mtp.expert_load, load)
+    assert mtp.measures(lambda own: own) == expected
+    assert mtp.measures(lambda own: own) == {"expert_max_load": 0.0, "experts_unused": 5.0}  # since the last time
+    assert "expert_load" not in mtp.state_dict()
+    assert build(spec).measures(lambda own: own) == {}
+
+
 def test_visibility_of_packed_documents(spec, head):
     """Documents of 1, 2 and 3 tokens: entry i reaches column j iff both are in one document and i <= j."""
     mtp = build(spec)

@@ -62,6 +62,7 @@ def test_a_run_leaves_its_records(straight: tuple[TrainConfig, Path]) -> None:
         assert line["tokens_per_second"] > 0
         assert 0 < line["expected_accepted"] < 3
         assert line["predictions"] > 0
+        assert line["drafter"] == {}
     assert lines[0]["lr"] == pytest.approx(config.optimizer.lr / 4)
     # The second stage warms up again over two steps.
     plain = [learning_rate(config.optimizer, step, 10) for step in range(10)]

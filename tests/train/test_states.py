@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_run import tiny_config
 
 from draftsmith.data.cache import StatesConfig
+from draftsmith.models.moe import MoEConfig
 from draftsmith.models.mtp import MTPConfig
 from draftsmith.train.config import TrainerConfig
 from draftsmith.train.loop import train
@@ -39,7 +41,8 @@ def test_mtp_trains_from_the_cache_that_dfly_used(
     dfly = tiny_config(
         target_path, conversations, tmp_path / "dfly", states=CACHED, trainer=SHORT, optimizer=OptimizerConfig(warmup=1)
     )
-    mtp = replace(dfly, drafter=MTPConfig(), output_dir=str(tmp_path / "mtp"))
+    moe = MoEConfig(num_experts=4, expert_intermediate_size=16, shared_intermediate_size=16)
+    mtp = replace(dfly, drafter=MTPConfig(moe=moe), output_dir=str(tmp_path / "mtp"))
 
     train(dfly, world)
     (folder,) = (tmp_path / "user" / "draftsmith" / "states").iterdir()
@@ -48,14 +51,19 @@ def test_mtp_trains_from_the_cache_that_dfly_used(
 
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     shared = train(mtp, world)
-    line = f"{folder}, already there; of its layers [0, 2] this drafter reads none: the final state is enough\n"
-    assert f"target states of 10 documents: {line}" in capsys.readouterr().out
+    said = f"{folder}, already there; of its layers [0, 2] this drafter reads none: the final state is enough\n"
+    assert f"target states of 10 documents: {said}" in capsys.readouterr().out
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
     assert list(folder.parent.iterdir()) == [folder]
 
     alone = train(replace(mtp, output_dir=str(tmp_path / "online"), states=StatesConfig(mode="online")), world)
     expected = weights(alone)
     assert all(torch.equal(value, expected[name]) for name, value in weights(shared).items())
+
+    for folder_of_run in (shared, alone):
+        for line in map(json.loads, (folder_of_run / "metrics.jsonl").read_text().splitlines()):
+            assert 1 < line["drafter"]["expert_max_load"] < 4
+            assert line["drafter"]["experts_unused"] in (0, 1, 2)
 
     # A damaged one is named, and MTP makes its own.
     file = folder / "shard_00000.safetensors"

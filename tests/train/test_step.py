@@ -8,6 +8,8 @@ from tiny_run import (
     document,
     documents_of,
     largest_difference,
+    load_by_hand,
+    mixture,
     random_drafter,
     update_by_hand,
     update_by_trainer,
@@ -60,6 +62,24 @@ def test_so_it_is_for_mtp(world: World, target: Target, zero_stage: int, last: D
     assert largest_difference(weights, expected) < 1e-6
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("micro", "accumulation"), [(2, 1), (1, 2)])
+def test_so_it_is_for_a_mixture_on_sampled_tokens(world: World, target: Target, micro: int, accumulation: int) -> None:
+    drafter, documents = mixture(target), documents_of(*UNEQUAL)
+    expected, loss, _ = update_by_hand(target, drafter, documents)
+    weights, results = update_by_trainer(
+        world, target, drafter, documents, rows_per_micro_batch=micro, accumulation_steps=accumulation, steps=2
+    )
+    assert largest_difference(weights, drafter.state_dict()) > 1e-2
+    assert results[0].loss == pytest.approx(loss, rel=1e-6)
+    weights, results = update_by_trainer(
+        world, target, drafter, documents, rows_per_micro_batch=micro, accumulation_steps=accumulation
+    )
+    assert largest_difference(weights, expected) < 1e-6
+    load = load_by_hand(target, drafter, documents)
+    assert sum(load) == 2 * 3 * 10
+    assert results[0].drafter == {"expert_max_load": pytest.approx(max(load) / 10), "experts_unused": load.count(0)}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])

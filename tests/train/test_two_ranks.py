@@ -19,7 +19,7 @@ from draftsmith.train.loop import train
 from draftsmith.train.world import World
 
 TESTS = Path(__file__).resolve().parents[1]
-CASES = ("unequal", "chains", "no anchor", "mtp", "filler")
+CASES = ("unequal", "chains", "no anchor", "mtp", "mixture", "filler")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,14 @@ def test_an_update_of_two_ranks_is_that_of_one(report: dict[str, Any], case: str
 
 def test_one_prediction_against_nine(report: dict[str, Any]) -> None:
     assert report["updates"]["unequal, ZeRO 1"]["slots"] == 10
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_load_of_experts_is_that_of_both_ranks(report: dict[str, Any], zero_stage: int) -> None:
+    load = report["load"]
+    expected = {"expert_max_load": pytest.approx(max(load) / 10), "experts_unused": load.count(0)}
+    assert report["updates"][f"mixture, ZeRO {zero_stage}"]["drafter"] == expected
+    assert report["updates"][f"mtp, ZeRO {zero_stage}"]["drafter"] == {}
 
 
 def test_a_step_without_any_prediction_changes_nothing(report: dict[str, Any]) -> None:
