@@ -107,6 +107,14 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
     def check_documents(self, documents: Iterable[Document]) -> None:
         """Refuses data that this drafter cannot be trained on (ValueError); most accept all."""
 
+    @abstractmethod
+    def initialise(self, target: Target, documents: Sequence[Document] = ()) -> str:
+        """Sets the starting weights as the configuration says; returns one sentence that says what was done.
+
+        Args:
+            documents: those of training, for a start that is fitted to the target's states on some of them.
+        """
+
     def measures(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """What a drafter has to say about itself in the log, by name; most say nothing.
 
@@ -116,14 +124,6 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
             total: sums a tensor over ranks.
         """
         return {}
-
-    @abstractmethod
-    def initialise(self, target: Target, documents: Sequence[Document] = ()) -> str:
-        """Sets the starting weights as the configuration says; returns one sentence that says what was done.
-
-        Args:
-            documents: those of training, for a start that is fitted to the target's states on some of them.
-        """
 
     @abstractmethod
     def forward(self, batch: Batch, grid: Grid, target_head: Head, want: Sequence[str]) -> TokenStats:
