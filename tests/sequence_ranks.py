@@ -17,15 +17,13 @@ from tiny_run import document, documents_of, largest_difference, tiny_config, up
 from draftsmith.models.moe import MoEConfig
 from draftsmith.models.mtp import MTPConfig
 from draftsmith.models.target import Target, TargetConfig
-from draftsmith.train.config import DeepSpeedConfig, TrainerConfig
+from draftsmith.train.config import DeepSpeedConfig, TrainConfig, TrainerConfig
 from draftsmith.train.loop import train
+from draftsmith.train.optimizer import OptimizerConfig
 from draftsmith.train.world import World
 
 EIGHT = {"num_heads": 8, "num_kv_heads": 2}
 NINE = {"num_heads": 9, "num_kv_heads": 3}
-
-# No degree divides the positions of a row.
-tiny_run.ROW_TOKENS = 25
 
 MANY = document(3, 18)
 # Only the last positions of the row are supervised: the first ranks' shards have none.
@@ -78,16 +76,22 @@ def updates(world: World, target: Target) -> dict[str, Any]:
     return found
 
 
-def runs(world: World, base: Path, target: Path, data: Path) -> dict[str, Any]:
-    """A whole run of two groups of two ranks, the second half of it again after a resume."""
-    config = tiny_config(
+def run_config(target: Path, data: Path, output_dir: Path) -> TrainConfig:
+    """Four steps of four rows, two steps before the resume and two after."""
+    return tiny_config(
         target,
         data,
-        base / "run",
+        output_dir,
         drafter=MTPConfig(**EIGHT),
+        optimizer=OptimizerConfig(lr=1e-2, warmup=1),
         deepspeed=DeepSpeedConfig(zero_stage=3),
         trainer=TrainerConfig(steps=4, epochs=None, rows_per_step=4, sequence_parallel=2, checkpoint_every_steps=2),
     )
+
+
+def runs(world: World, base: Path, target: Path, data: Path) -> dict[str, Any]:
+    """A whole run of two groups of two ranks, the second half of it again after a resume."""
+    config = run_config(target, data, base / "run")
     folder = train(config, world)
     last = folder / "checkpoints" / "step_000004"
     before = (last / "drafter" / "model.safetensors").read_bytes()
@@ -100,6 +104,7 @@ def runs(world: World, base: Path, target: Path, data: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    tiny_run.ROW_TOKENS = 25  # no degree divides the positions of a row
     base, target_path, data = map(Path, sys.argv[1:])
     world = World.join()
     target = Target.load(TargetConfig(path=str(target_path)), device="cpu")

@@ -100,7 +100,7 @@ def start_engine(config: TrainConfig, module: DrafterWithObjective, batch: Batch
     for key, value in config.deepspeed.extra.items():
         if isinstance(value, dict) and key == "zero_optimization" and "stage" not in value:
             settings[key].update(value)
-        elif key in settings or key in ("optimizer", "scheduler", "fp16"):
+        elif key in settings or key in ("optimizer", "scheduler", "fp16", "sequence_parallel_size"):
             raise ValueError(
                 f"deepspeed.extra.{key} is set by the trainer, from trainer, optimizer and deepspeed.zero_stage; "
                 f"change it there and remove deepspeed.extra.{key}"
