@@ -136,7 +136,8 @@ class MTP(Drafter[MTPCache]):
         row, anchor = grid.valid[..., 0].nonzero(as_tuple=True)
         columns, valid, most = _columns(batch, grid, row, anchor), grid.valid[row, anchor], ids.numel()
         if self.sequence is not None:
-            columns, valid, most = *_evened(columns, valid, self.sequence), self.sequence.share(most)
+            columns, valid = _evened(columns, valid, self.sequence)
+            most = self.sequence.share(most)
         size = piece_size(most, target_head)
         scored, steps = [], []
         # As many pieces as a batch of this shape can have, empty ones too: under ZeRO-3 all ranks must run the

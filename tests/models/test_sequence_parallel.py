@@ -57,8 +57,9 @@ def test_each_chain_is_one_rank_s_and_shares_are_equal(chains, degree, shares):
     grid = grid_of(chains)
     parts = [member.own_chains(grid) for member in members(degree)]
     assert [int(part.num_chains) for part in parts] == shares
-    for name in ("valid", "anchor_index", "label_index"):
-        assert torch.equal(sum(getattr(part, name).int() for part in parts), getattr(grid, name).int())
+    assert torch.equal(sum(part.valid.int() for part in parts), grid.valid.int())
+    assert torch.equal(sum(part.anchor_index for part in parts), grid.anchor_index)
+    assert torch.equal(sum(part.label_index for part in parts), grid.label_index)
     order = torch.cat([part.valid[..., 0].flatten().nonzero() for part in parts])
     assert torch.equal(order, grid.valid[..., 0].flatten().nonzero())
 
