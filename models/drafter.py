@@ -16,6 +16,7 @@ from draftsmith.models.head import Head, TokenStats
 from draftsmith.models.target import TargetSpec
 
 if TYPE_CHECKING:
+    from draftsmith.models.sequence_parallel import SequenceParallel
     from draftsmith.models.target import Target
 
 
@@ -83,6 +84,7 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
         target_layer_ids: the 0-based decoder layers whose outputs it reads; empty: only the final state.
         num_draft_tokens: how many tokens it proposes in one round, the length of the grid's step axis.
         has_confidence_head: whether it estimates the acceptance of its own drafts.
+        sequence: the ranks that share rows with this one in training; None: each rank has rows of its own.
     """
 
     config: DrafterConfig
@@ -90,6 +92,7 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
     target_layer_ids: tuple[int, ...]
     num_draft_tokens: int
     has_confidence_head: bool = False
+    sequence: SequenceParallel | None = None
 
     def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
         """The grid to train on: a pure function of (batch, seed, epoch), the same for every drafter."""
@@ -106,6 +109,14 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
 
     def check_documents(self, documents: Iterable[Document]) -> None:
         """Refuses data that this drafter cannot be trained on (ValueError); most accept all."""
+
+    def check_sequence_parallel(self, degree: int) -> None:
+        """Refuses groups of `degree` ranks that share rows (ValueError); a drafter that can share them overrides it."""
+        if degree > 1:
+            raise ValueError(
+                f"trainer.sequence_parallel={degree}: {type(self).__name__} does not share rows between ranks, only "
+                "MTP does; set trainer.sequence_parallel=1, or choose drafter=mtp"
+            )
 
     @abstractmethod
     def initialise(self, target: Target, documents: Sequence[Document] = ()) -> str:

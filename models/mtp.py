@@ -23,13 +23,14 @@ from draftsmith.models.drafter import Drafter, Proposal, join, scatter
 from draftsmith.models.grid import Grid, draw_uniform
 from draftsmith.models.head import Head, TokenStats
 from draftsmith.models.moe import MoE, load_balance
-from draftsmith.models.mtp_block import Columns, Entries, MTPBlock, MTPBlockConfig, check_choice
+from draftsmith.models.mtp_block import Columns, Entries, MTPBlock, MTPBlockConfig, SharedColumns, check_choice
 from draftsmith.models.mtp_init import from_last_layer, from_target_mtp
 from draftsmith.models.mtp_scoring import Scorer, gold_tokens, piece_size
 from draftsmith.models.sampling import distribution, sample
 from draftsmith.models.target import TargetSpec
 
 if TYPE_CHECKING:
+    from draftsmith.models.sequence_parallel import SequenceParallel
     from draftsmith.models.target import Target
 
 
@@ -122,9 +123,24 @@ class MTP(Drafter[MTPCache]):
             return from_target_mtp(self.block, target)
         return "MTP block: random weights"
 
+    def check_sequence_parallel(self, degree: int) -> None:
+        """See `Drafter.check_sequence_parallel`: each rank attends with an equal share of the query heads."""
+        heads = self.block.num_heads
+        if heads % degree:
+            legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ValueError(
+                f"trainer.sequence_parallel={degree} does not divide the drafter's {heads} query heads; choose from "
+                f"{legal}"
+            )
+
     def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
-        """See `Drafter.grid`; with what decides the sampled tokens, where tokens are sampled."""
+        """See `Drafter.grid`; with what decides the sampled tokens, where tokens are sampled.
+
+        Of ranks that share rows each has its own chains of that grid.
+        """
         grid = super().grid(batch, seed=seed, epoch=epoch)
+        if self.sequence is not None:
+            grid = self.sequence.own_chains(grid)
         if self.config.tokens != "sampled":
             return grid
         return replace(grid, uniform=draw_uniform(batch, grid, seed=seed, epoch=epoch))
@@ -138,18 +154,22 @@ class MTP(Drafter[MTPCache]):
         ids, final = batch.input_ids.flatten(), _final(batch)
         context = self._context(batch, target_head)
         row, anchor = grid.valid[..., 0].nonzero(as_tuple=True)
-        columns, valid = _columns(batch, grid, row, anchor), grid.valid[row, anchor]
+        columns, valid, most = _columns(batch, grid, row, anchor), grid.valid[row, anchor], ids.numel()
         uniform = None if grid.uniform is None else grid.uniform[row, anchor]
-        size = piece_size(ids.numel(), target_head)
+        if self.sequence is not None:
+            columns, valid = _evened(columns, valid, self.sequence)
+            most = self.sequence.share(most)
+        size = piece_size(most, target_head)
         scored, steps = [], []
         # As many pieces as a batch of this shape can have, empty ones too: under ZeRO-3 all ranks must run the
         # block equally often.
-        for start in range(0, ids.numel(), size):
+        for start in range(0, most, size):
             piece = slice(start, start + size)
             draws = None if uniform is None else uniform[piece]
             scorer = Scorer(columns[piece], valid[piece], ids, final, target_head, want, self.config.tokens, draws)
             first_tokens = ids[columns.last[piece] + 1]
-            self._unroll(first_tokens, final[columns.last[piece]], columns[piece], context, target_head, scorer)
+            seen = columns[piece] if self.sequence is None else SharedColumns.of(columns[piece], self.sequence)
+            self._unroll(first_tokens, final[columns.last[piece]], seen, context, target_head, scorer)
             scored += scorer.stats
             steps += [(start + live, depth) for depth, live in enumerate(scorer.live)]
         column = torch.cat([live for live, _ in steps])
@@ -166,6 +186,7 @@ class MTP(Drafter[MTPCache]):
             raise ValueError(
                 "hidden() exists for gold tokens only; build the drafter with tokens=gold, or use forward()"
             )
+        assert self.sequence is None
         ids, final = batch.input_ids.flatten(), _final(batch)
         row, anchor = grid.valid[..., 0].nonzero(as_tuple=True)
         columns = _columns(batch, grid, row, anchor)
@@ -184,16 +205,20 @@ class MTP(Drafter[MTPCache]):
     def _context(self, batch: Batch, target_head: Head) -> Entries:
         """Depth-0 keys and values of every position, each (batch * seq, kv_head, head_dim).
 
-        A document's last position reads a token of its neighbour here; no chain sees that entry.
+        A document's last position reads a token of its neighbour here; no chain sees that entry. Ranks that share rows
+        each make those of a run of positions and get those of all positions for their heads.
         """
-        next_ids = F.pad(batch.input_ids.flatten()[1:], (0, 1))
-        position_ids = batch.position_ids.flatten()
+        inputs = F.pad(batch.input_ids.flatten()[1:], (0, 1)), batch.position_ids.flatten(), _final(batch)
+        next_ids, position_ids, final = inputs if self.sequence is None else map(self.sequence.own_run, inputs)
 
         def make() -> Entries:
             embedding = self._embed(next_ids, position_ids, target_head)
-            return self.block.entries(embedding, self._cast(_final(batch)), position_ids)
+            return self.block.entries(embedding, self._cast(final), position_ids)
 
-        return checkpoint(make, use_reentrant=False) if self._recompute else make()
+        key, value = checkpoint(make, use_reentrant=False) if self._recompute else make()
+        if self.sequence is not None:
+            key, value = self.sequence.to_heads(torch.stack((key, value), 1)).unbind(1)
+        return key, value
 
     def _unroll(
         self,
@@ -324,6 +349,12 @@ def _final(batch: Batch) -> Tensor:
     if batch.states is None:
         raise ValueError("the batch has no target states; load it with states: cached or online")
     return batch.states.final.flatten(0, 1)
+
+
+def _evened(columns: Columns, valid: Tensor, sequence: SequenceParallel) -> tuple[Columns, Tensor]:
+    """Adds columns that predict nothing, up to as many on every rank: all take part in each other's attention."""
+    first, last, position_ids, valid = sequence.evened(columns.first, columns.last, columns.position_ids, valid)
+    return Columns(first=first, last=last, position_ids=position_ids), valid
 
 
 def _columns(batch: Batch, grid: Grid, row: Tensor, anchor: Tensor) -> Columns:

@@ -6,7 +6,7 @@ Its parts can be switched to be weight-compatible with a decoder layer, and with
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from draftsmith.models.drafter import DrafterConfig
 from draftsmith.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
 from draftsmith.models.moe import MoE, MoEConfig
 from draftsmith.models.target import TargetSpec
+
+if TYPE_CHECKING:
+    from draftsmith.models.sequence_parallel import SequenceParallel
 
 INIT_STD = 0.02  # transformers' usual initializer_range
 
@@ -73,6 +76,45 @@ class Columns:
     def __getitem__(self, piece: slice) -> Columns:
         """Some of them."""
         return Columns(first=self.first[piece], last=self.last[piece], position_ids=self.position_ids[piece])
+
+    def attend(self, query: Tensor, context: Entries, own_key: Tensor, own_value: Tensor) -> Tensor:
+        """`chain_attention` of these columns' queries (column, head, head_dim)."""
+        return chain_attention(query, *context, own_key, own_value, self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedColumns(Columns):
+    """Columns of this rank, whose group attends to them together, each rank with its share of the heads.
+
+    Attributes:
+        sequence: the group.
+        group_first: (group column,) `first` of the columns of all its ranks.
+        group_last: likewise `last`.
+    """
+
+    sequence: SequenceParallel
+    group_first: Tensor
+    group_last: Tensor
+
+    @classmethod
+    def of(cls, columns: Columns, sequence: SequenceParallel) -> SharedColumns:
+        """This rank's columns, which are as many on every rank of the group."""
+        group_first, group_last = sequence.gathered(torch.stack((columns.first, columns.last), 1)).unbind(1)
+        return cls(
+            first=columns.first,
+            last=columns.last,
+            position_ids=columns.position_ids,
+            sequence=sequence,
+            group_first=group_first,
+            group_last=group_last,
+        )
+
+    def attend(self, query: Tensor, context: Entries, own_key: Tensor, own_value: Tensor) -> Tensor:
+        """As on one rank; the context holds all positions, for this rank's heads."""
+        group_query = self.sequence.to_heads(query[:, None]).squeeze(1)
+        own_key, own_value = self.sequence.to_heads(torch.cat((own_key, own_value), 1)).chunk(2, 1)
+        attended = chain_attention(group_query, *context, own_key, own_value, self.group_first, self.group_last)
+        return self.sequence.to_rows(attended[:, None]).squeeze(1)
 
 
 Entries = tuple[Tensor, Tensor]
@@ -210,7 +252,7 @@ class MTPBlock(nn.Module):
             own_key, own_value = (torch.stack(entries, 1) for entries in zip(*own, strict=True))
         else:
             own_key = own_value = query.new_empty(len(query), 0, self.num_kv_heads, self.head_dim)
-        attended = chain_attention(query, *context, own_key, own_value, columns.first, columns.last)
+        attended = columns.attend(query, context, own_key, own_value)
         if self.config.attention_output_gate:
             attended = attended * gate.sigmoid()
         return self.o_proj(attended.flatten(-2))

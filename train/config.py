@@ -24,7 +24,8 @@ WANDB_MODES = ("disabled", "offline", "online")
 class TrainerConfig:
     """How a run steps through its data.
 
-    Of rows_per_step, rows_per_micro_batch and accumulation_steps give two; the third follows from the number of ranks.
+    Of rows_per_step, rows_per_micro_batch and accumulation_steps give two; the third follows from the number of ranks,
+    where ranks that share their rows count as one.
 
     Attributes:
         steps: optimizer steps of the whole run; or
@@ -32,6 +33,8 @@ class TrainerConfig:
         rows_per_step: rows of one optimizer step, over all ranks and micro-batches.
         rows_per_micro_batch: rows that one rank runs at once.
         accumulation_steps: micro-batches of each rank in one optimizer step.
+        sequence_parallel: how many neighbouring ranks share each row, for rows too long for one (drafter=mtp only). It
+            divides the number of ranks and the drafter's query heads. Weights are those of 1, to rounding.
         dtype: what the drafter computes in, float32 or bfloat16; its master weights are float32 in either case.
         log_every_steps: how often a line goes to metrics.jsonl.
         checkpoint_every_steps: how often a checkpoint is written; None: only at the end.
@@ -43,6 +46,7 @@ class TrainerConfig:
     rows_per_step: int | None = 8
     rows_per_micro_batch: int | None = 1
     accumulation_steps: int | None = None
+    sequence_parallel: int = 1
     dtype: str = "float32"
     log_every_steps: int = 1
     checkpoint_every_steps: int | None = None
@@ -59,6 +63,7 @@ class TrainerConfig:
             "rows_per_step": self.rows_per_step,
             "rows_per_micro_batch": self.rows_per_micro_batch,
             "accumulation_steps": self.accumulation_steps,
+            "sequence_parallel": self.sequence_parallel,
             "log_every_steps": self.log_every_steps,
             "checkpoint_every_steps": self.checkpoint_every_steps,
             "keep_checkpoints": self.keep_checkpoints,

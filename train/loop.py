@@ -11,6 +11,7 @@ from rich.console import Console
 
 from draftsmith.data.packing import Loader
 from draftsmith.models.export import new_record
+from draftsmith.models.sequence_parallel import SequenceParallel
 from draftsmith.train.checkpoint import CHECKPOINTS, TrainState, keep_checkpoints, load_checkpoint, save_checkpoint
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation import CheckpointEvaluation
@@ -78,13 +79,14 @@ def train(config: TrainConfig, world: World) -> Path:
 
 
 def start_engine(config: TrainConfig, module: DrafterWithObjective, batch: BatchShape) -> DeepSpeedEngine:
-    """DeepSpeed's engine around the module, with a plain torch optimizer.
+    """DeepSpeed's engine around the module, with a plain torch optimizer; ranks that share rows find each other.
 
     Raises:
         ValueError: deepspeed.extra sets a key that the trainer derives.
     """
     settings: dict[str, Any] = {
-        "train_batch_size": batch.rows_per_step,
+        # DeepSpeed takes every rank's rows for its own.
+        "train_batch_size": batch.rows_per_step * batch.sequence_parallel,
         "train_micro_batch_size_per_gpu": batch.rows_per_micro_batch,
         "gradient_accumulation_steps": batch.accumulation_steps,
         "gradient_clipping": config.optimizer.gradient_clipping,  # DeepSpeed clips at 1.0 where its settings are silent
@@ -98,7 +100,7 @@ def start_engine(config: TrainConfig, module: DrafterWithObjective, batch: Batch
     for key, value in config.deepspeed.extra.items():
         if isinstance(value, dict) and key == "zero_optimization" and "stage" not in value:
             settings[key].update(value)
-        elif key in settings or key in ("optimizer", "scheduler", "fp16"):
+        elif key in settings or key in ("optimizer", "scheduler", "fp16", "sequence_parallel_size"):
             raise ValueError(
                 f"deepspeed.extra.{key} is set by the trainer, from trainer, optimizer and deepspeed.zero_stage; "
                 f"change it there and remove deepspeed.extra.{key}"
@@ -106,5 +108,7 @@ def start_engine(config: TrainConfig, module: DrafterWithObjective, batch: Batch
         else:
             settings[key] = value
     optimizer = build_optimizer(config.optimizer, module)
+    if batch.sequence_parallel > 1:
+        module.drafter.sequence = SequenceParallel.join(batch.sequence_parallel)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     return engine

@@ -25,9 +25,14 @@ COUNTED_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """How the rows of one optimizer step are divided: rows_per_step = world_size x accumulation_steps x micro-batch."""
+    """How the rows of one optimizer step are divided.
+
+    rows_per_step = groups x accumulation_steps x rows_per_micro_batch, a group being `sequence_parallel` ranks that
+    share their rows.
+    """
 
     world_size: int
+    sequence_parallel: int
     rows_per_step: int
     rows_per_micro_batch: int
     accumulation_steps: int
@@ -40,7 +45,14 @@ class BatchShape:
             ValueError: fewer than two are given, or no whole number fits.
         """
         rows, micro, accumulation = config.rows_per_step, config.rows_per_micro_batch, config.accumulation_steps
-        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        groups, rest = divmod(world_size, config.sequence_parallel)
+        if rest:
+            raise ValueError(
+                f"trainer.sequence_parallel={config.sequence_parallel} does not divide the number of ranks "
+                f"({world_size}); start a multiple of {config.sequence_parallel} ranks, or set "
+                "trainer.sequence_parallel=1 (as preview and cache may, which make the same of it)"
+            )
+        ranks = f"{groups} {'rank' if config.sequence_parallel == 1 else 'group'}{'s' if groups > 1 else ''}"
         if [rows, micro, accumulation].count(None) > 1:
             raise ValueError(
                 f"trainer.rows_per_step={rows}, rows_per_micro_batch={micro}, accumulation_steps={accumulation}: give "
@@ -49,31 +61,42 @@ class BatchShape:
         if rows is None:
             assert micro is not None
             assert accumulation is not None
-            rows = micro * accumulation * world_size
+            rows = micro * accumulation * groups
         elif micro is None:
             assert accumulation is not None
-            micro = _divide(rows, accumulation, world_size, "accumulation_steps", ranks)
+            micro = _divide(rows, accumulation, groups, "accumulation_steps", ranks)
         elif accumulation is None:
-            accumulation = _divide(rows, micro, world_size, "rows_per_micro_batch", ranks)
-        elif rows != micro * accumulation * world_size:
+            accumulation = _divide(rows, micro, groups, "rows_per_micro_batch", ranks)
+        elif rows != micro * accumulation * groups:
             raise ValueError(
                 f"trainer.rows_per_step={rows} is not rows_per_micro_batch={micro} x accumulation_steps={accumulation} "
-                f"x {ranks} = {micro * accumulation * world_size}; give two of the three and set the other to null, as "
+                f"x {ranks} = {micro * accumulation * groups}; give two of the three and set the other to null, as "
                 "in trainer.accumulation_steps=null"
             )
         return cls(
-            world_size=world_size, rows_per_step=rows, rows_per_micro_batch=micro, accumulation_steps=accumulation
+            world_size=world_size,
+            sequence_parallel=config.sequence_parallel,
+            rows_per_step=rows,
+            rows_per_micro_batch=micro,
+            accumulation_steps=accumulation,
         )
+
+    @property
+    def sharers(self) -> str:
+        """Among whom the rows are divided, in words."""
+        if self.sequence_parallel == 1:
+            return f"{self.world_size} rank(s)"
+        return f"{self.world_size // self.sequence_parallel} group(s) of {self.sequence_parallel} ranks that share rows"
 
     def own_rows(self, rows: list[int | None], rank: int) -> list[list[int | None]]:
         """One rank's part of an optimizer step's rows, as its micro-batches."""
         size = self.rows_per_micro_batch
-        first = rank * self.accumulation_steps * size
+        first = rank // self.sequence_parallel * self.accumulation_steps * size
         return [rows[first + i * size : first + (i + 1) * size] for i in range(self.accumulation_steps)]
 
 
-def _divide(rows: int, other: int, world_size: int, name: str, ranks: str) -> int:
-    unit = other * world_size
+def _divide(rows: int, other: int, groups: int, name: str, ranks: str) -> int:
+    unit = other * groups
     if rows % unit:
         below, above = rows // unit * unit, (rows // unit + 1) * unit
         choices = f"{below} or {above}" if below else f"{above}"
@@ -186,7 +209,7 @@ class RunPlan:
             (
                 "rows per step",
                 f"{batch.rows_per_step} = {batch.rows_per_micro_batch} per micro-batch x {batch.accumulation_steps} "
-                f"accumulated x {batch.world_size} rank(s)",
+                f"accumulated x {batch.sharers}",
             ),
             ("tokens per step", f"{tokens_per_step:,.0f}"),
             ("valid predictions per step", f"about {predictions_per_step:,.0f}"),
@@ -248,6 +271,7 @@ def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
     torch.manual_seed(config.seed)
     drafter = config.drafter.build(target.spec)
     drafter.check_documents(documents.documents)
+    drafter.check_sequence_parallel(config.trainer.sequence_parallel)
     _check_confidence(config, drafter)
     initialisation = drafter.initialise(target, documents.documents)
     manifest = CacheManifest.of(

@@ -173,7 +173,8 @@ def run_step(
         module.drafter.grid(replace(batch, states=None).to(world.device), seed=seed, epoch=epoch)
         for batch in micro_batches
     ]
-    counts = count_predictions(micro_batches, grids, world)
+    sequence = module.drafter.sequence
+    counts = count_predictions(micro_batches, grids, world, row_copies=1 if sequence is None else sequence.degree)
     if counts.slots == 0:
         return StepResult(loss=None, grad_norm=None, counts=counts, measured={}, drafter={})
 
@@ -207,8 +208,12 @@ def run_step(
     )
 
 
-def count_predictions(batches: list[Batch], grids: list[Grid], world: World) -> Counts:
-    """Counts the whole optimizer step, over this rank's micro-batches and all ranks."""
+def count_predictions(batches: list[Batch], grids: list[Grid], world: World, *, row_copies: int) -> Counts:
+    """Counts the whole optimizer step, over this rank's micro-batches and all ranks.
+
+    Args:
+        row_copies: how many ranks have each row; a prediction is in the grid of one of them.
+    """
     own = torch.stack(
         (
             torch.stack([grid.num_slots for grid in grids]).sum().cpu(),
@@ -217,7 +222,7 @@ def count_predictions(batches: list[Batch], grids: list[Grid], world: World) -> 
         )
     )
     slots, chains, tokens = world.sum(own.double()).tolist()
-    return Counts(slots=slots, chains=chains, tokens=tokens)
+    return Counts(slots=slots, chains=chains, tokens=tokens / row_copies)
 
 
 def sum_over_ranks(

@@ -220,7 +220,9 @@ def test_a_target_that_changed_is_refused_on_resume(
         train(replace(config, resume="auto"), world)
 
 
-@pytest.mark.parametrize("key", ["gradient_clipping", "train_batch_size", "optimizer", "fp16"])
+@pytest.mark.parametrize(
+    "key", ["gradient_clipping", "train_batch_size", "optimizer", "fp16", "sequence_parallel_size"]
+)
 def test_what_the_trainer_derives_cannot_be_set_behind_its_back(
     world: World, straight: tuple[TrainConfig, Path], tmp_path: Path, key: str
 ) -> None:

@@ -54,6 +54,21 @@ def test_ranks_share_the_rows_of_a_step_without_overlap() -> None:
     assert own == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [None, None]]]
 
 
+def test_ranks_of_a_group_share_their_rows() -> None:
+    batch = BatchShape.derive(TrainerConfig(rows_per_step=4, sequence_parallel=2), 4)
+    assert batch.accumulation_steps == 2
+    assert [batch.own_rows([0, 1, 2, None], rank) for rank in range(4)] == 2 * [[[0], [1]]] + 2 * [[[2], [None]]]
+    assert batch.sharers == "2 group(s) of 2 ranks that share rows"
+    message = "sequence_parallel=2 does not divide the number of ranks (3); start a multiple of 2 ranks, or set"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BatchShape.derive(TrainerConfig(sequence_parallel=2), 3)
+    message = (
+        "rows_per_step=3 is no multiple of rows_per_micro_batch=1 x 2 groups = 2; choose trainer.rows_per_step=2 or"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BatchShape.derive(TrainerConfig(rows_per_step=3, sequence_parallel=2), 4)
+
+
 @pytest.mark.parametrize(("num_rows", "world_size", "micro"), [(10, 3, 2), (3, 2, 1), (6, 3, 2)])
 def test_every_rank_has_as_many_batches_and_every_row_comes_once(num_rows: int, world_size: int, micro: int) -> None:
     documents = documents_of(*(document(5 + i, 4) for i in range(num_rows)))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import run_ranks
 from tiny_run import tiny_config
 
 from draftsmith.train.config import TrainerConfig
 from draftsmith.train.loop import train
 from draftsmith.train.world import World
 
-TESTS = Path(__file__).resolve().parents[1]
 CASES = ("unequal", "chains", "no anchor", "mtp", "mixture", "filler")
 
 
@@ -29,30 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path, target_path: Path, conversations: Path) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, str(TESTS / "two_ranks.py"), str(folder), str(target_path), str(conversations)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=180)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return found
+    return run_ranks("two_ranks.py", 2, folder, target_path, conversations)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
