@@ -26,7 +26,7 @@ from draftsmith.models.dfly_init import initialise
 from draftsmith.models.dfly_layers import Backbone, CorrectionHead, MarkovHead, draw_weights
 from draftsmith.models.dfly_shape import check, shape_of
 from draftsmith.models.drafter import Drafter, DrafterConfig, Proposal, join, scatter
-from draftsmith.models.grid import Grid
+from draftsmith.models.grid import Grid, draw_uniform
 from draftsmith.models.head import Head, TokenStats
 from draftsmith.models.sampling import distribution, sample
 from draftsmith.models.target import Target, TargetSpec
@@ -138,6 +138,13 @@ class DFly(Drafter[ContextCache]):
                 "contains: target.mask_token_id=<row>"
             )
 
+    def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
+        """See `Drafter.grid`; with what decides where own tokens are read, where any are."""
+        grid = super().grid(batch, seed=seed, epoch=epoch)
+        if self.config.own_token_rate == 0:
+            return grid
+        return replace(grid, uniform=draw_uniform(batch, grid, seed=seed, epoch=epoch))
+
     def forward(self, batch: Batch, grid: Grid, target_head: Head, want: Sequence[str]) -> TokenStats:
         """Statistics scattered on the grid, each (batch, anchor, step).
 
@@ -148,6 +155,8 @@ class DFly(Drafter[ContextCache]):
         if not self.training or self.config.own_token_rate == 0:
             where = grid.valid.nonzero(as_tuple=True)
             return scatter(self._stats(draft, previous, where, batch, grid, target_head, want), grid.valid, where)
+        assert grid.uniform is not None
+        take = grid.uniform < self.config.own_token_rate
         parts, places = [], []
         for step in range(self.num_draft_tokens):
             row, anchor = grid.valid[..., step].nonzero(as_tuple=True)
@@ -156,19 +165,17 @@ class DFly(Drafter[ContextCache]):
             places.append(where)
             if step + 1 < self.num_draft_tokens:
                 gold = previous[row, anchor, step + 1]
-                previous = previous.index_put(
-                    (row, anchor, torch.full_like(row, step + 1)), self._mix_in_own(gold, parts[-1])
-                )
+                mixed = self._mix_in_own(gold, parts[-1], take[row, anchor, step])
+                previous = previous.index_put((row, anchor, torch.full_like(row, step + 1)), mixed)
         where = tuple(torch.cat(axis) for axis in zip(*places, strict=True))
         return scatter(join(parts), grid.valid, where)
 
-    def _mix_in_own(self, gold: Tensor, stats: TokenStats) -> Tensor:
-        """Replaces some of the data's tokens with those that the drafter would have drafted. gold: (row,)."""
+    def _mix_in_own(self, gold: Tensor, stats: TokenStats, take: Tensor) -> Tensor:
+        """The data's tokens, but where `take` says so those that the drafter would have drafted; each (row,)."""
         own, target_token = stats.draft_token, stats.target_token
         assert own is not None
-        take = torch.rand(gold.shape, device=gold.device) < self.config.own_token_rate
         if self.config.own_token_agreeing:
-            take &= own == target_token
+            take = take & (own == target_token)
         return torch.where(take, own, gold)
 
     def _stats(

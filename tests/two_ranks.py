@@ -41,7 +41,8 @@ def updates(world: World, target: Target) -> dict[str, Any]:
     cases = {
         # 1 prediction on rank 0, 9 on rank 1.
         "unequal": (random_drafter(target, block_size=2), [document(5, 2), document(8, 10)]),
-        "chains": (random_drafter(target), [document(5, 2), document(8, 10)]),
+        # Each rank draws where own tokens are read as one process does.
+        "chains": (random_drafter(target, own_token_rate=0.5), [document(5, 2), document(8, 10)]),
         # Only rank 0 has anything to predict: rank 1's last token is its only supervised one.
         "no anchor": (random_drafter(target), [document(8, 10), document(23, 1)]),
         # The same on an MTP drafter's own tokens.
