@@ -74,6 +74,7 @@ def train(config: TrainConfig, world: World) -> Path:
                 log.evaluated(state.step, evaluation.measure(checkpoint))
                 if world.rank == 0:
                     keep_checkpoints(folder.path / CHECKPOINTS, config.trainer.keep_checkpoints)
+    engine.destroy()  # its hooks would keep weights and moments alive, run after run of an ablation
     console.print(f"done: {plan.total_steps} steps; run folder {folder.path}", soft_wrap=True)
     return folder.path
 
