@@ -128,27 +128,17 @@ def grouped_attention(blocks: Blocks, num_heads: int) -> Attend:
 def _attend_by_group(
     groups: list[Group], q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor
 ) -> Tensor:
-    batch, anchors, slots, heads, head_dim = q.shape
-    kv_heads = k.shape[3]
-    # Query heads that share a key head become rows of its products: (batch, kv_head, anchor, slot * share, head_dim).
-    rows = q.view(batch, anchors, slots, kv_heads, heads // kv_heads, head_dim).permute(0, 3, 1, 2, 4, 5)
-    out = _GroupedAttention.apply(
-        rows.reshape(batch, kv_heads, anchors, -1, head_dim) * head_dim**-0.5,
-        k.permute(0, 3, 1, 2, 4),
-        v.permute(0, 3, 1, 2, 4),
-        context_k.transpose(1, 2),
-        context_v.transpose(1, 2),
-        groups,
+    by_kv_head = q.unflatten(3, (k.shape[3], -1))
+    return _GroupedAttention.apply(by_kv_head, k[..., None, :], v[..., None, :], context_k, context_v, groups).flatten(
+        3, 4
     )
-    out = out.view(batch, kv_heads, anchors, slots, -1, head_dim).permute(0, 2, 3, 1, 4, 5)
-    return out.reshape(batch, anchors, slots, heads, head_dim)
 
 
 class _GroupedAttention(torch.autograd.Function):
     """One softmax over [context ; own block] for each group; backward computes the group's softmax again.
 
-    q: (batch, kv_head, anchor, row, head_dim), scaled; k, v: (batch, kv_head, anchor, slot, head_dim);
-    context_k, context_v: (batch, kv_head, seq, head_dim). Memory beyond inputs and outputs is one group's scores.
+    q: (batch, anchor, slot, kv_head, share, head_dim), where `share` query heads read a key head; k, v the same with a
+    share of 1; context_k, context_v: (batch, seq, kv_head, head_dim). Memory beyond inputs and outputs is one group's.
     """
 
     @staticmethod
@@ -157,12 +147,11 @@ class _GroupedAttention(torch.autograd.Function):
     ) -> Tensor:
         out = torch.zeros_like(q)
         for group in groups:
-            row, anchors, keys = group.row, group.anchors, group.keys
-            num_keys = keys.stop - keys.start
-            probs = _probs(group, q, k, context_k)
-            seen = probs[..., :num_keys].flatten(1, 2) @ context_v[row, :, keys]
-            own = probs[..., num_keys:] @ v[row, :, anchors]
-            out[row, :, anchors] = own.add_(seen.view_as(own))
+            num_keys = group.keys.stop - group.keys.start
+            probs = _probs(group, _queries(group, q), _rows(group, k), _context(group, context_k))
+            attended = probs[..., num_keys:] @ _rows(group, v)
+            attended.flatten(1, 2).baddbmm_(probs[..., :num_keys].flatten(1, 2), _context(group, context_v))
+            _put(group, out, attended)
         ctx.save_for_backward(q, k, v, context_k, context_v, out)
         ctx.groups = groups
         return out
@@ -170,45 +159,69 @@ class _GroupedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, context_k, context_v, out = ctx.saved_tensors
-        (grad_out,) = grads
         grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         grad_context_k, grad_context_v = torch.zeros_like(context_k), torch.zeros_like(context_v)
         for group in ctx.groups:
-            row, anchors, keys = group.row, group.anchors, group.keys
-            num_keys = keys.stop - keys.start
-            probs = _probs(group, q, k, context_k)
-            grad = grad_out[row, :, anchors]
-            grad_rows = grad.flatten(1, 2)
-            grad_v[row, :, anchors] = probs[..., num_keys:].mT @ grad
-            grad_context_v[row, :, keys] += probs[..., :num_keys].flatten(1, 2).mT @ grad_rows
+            num_keys = group.keys.stop - group.keys.start
+            queries, own_keys, context_keys = _queries(group, q), _rows(group, k), _context(group, context_k)
+            probs = _probs(group, queries, own_keys, context_keys)
+            grad = _rows(group, grads[0])
+            _put(group, grad_v, probs[..., num_keys:].mT @ grad)
+            _context(group, grad_context_v).baddbmm_(probs[..., :num_keys].flatten(1, 2).mT, grad.flatten(1, 2))
 
             # d softmax: probs * (d probs - sum(probs * d probs)), and that sum is d out . out.
-            along = (grad.float() * out[row, :, anchors].float()).sum(-1, keepdim=True)
-            grad_scores = torch.empty(probs.shape, device=probs.device)
-            grad_scores[..., :num_keys] = (grad_rows @ context_v[row, :, keys].mT).view(*probs.shape[:-1], num_keys)
-            grad_scores[..., num_keys:] = grad @ v[row, :, anchors].mT
-            grad_scores = grad_scores.sub_(along).mul_(probs).to(q.dtype)
+            along = (grad.float() * _rows(group, out).float()).sum(-1, keepdim=True)
+            grad_scores = _products(grad, _context(group, context_v), _rows(group, v)).sub_(along).mul_(probs)
+            grad_scores = grad_scores.to(q.dtype)
 
             seen, own = grad_scores[..., :num_keys].flatten(1, 2), grad_scores[..., num_keys:]
-            grad_q[row, :, anchors] = own @ k[row, :, anchors]
-            grad_q[row, :, anchors] += (seen @ context_k[row, :, keys]).view_as(grad)
-            grad_k[row, :, anchors] = own.mT @ q[row, :, anchors]
-            grad_context_k[row, :, keys] += seen.mT @ q[row, :, anchors].flatten(1, 2)
+            grad_queries = own @ own_keys
+            grad_queries.flatten(1, 2).baddbmm_(seen, context_keys)
+            _put(group, grad_q, grad_queries.mul_(q.shape[-1] ** -0.5))
+            _put(group, grad_k, own.mT @ queries)
+            _context(group, grad_context_k).baddbmm_(seen.mT, queries.flatten(1, 2))
         return grad_q, grad_k, grad_v, grad_context_k, grad_context_v, None
 
 
-def _probs(group: Group, q: Tensor, k: Tensor, context_k: Tensor) -> Tensor:
-    """Softmax over [context keys ; own block's keys]: (kv_head, anchor, row, key), in q's dtype."""
-    queries, own_keys = q[group.row, :, group.anchors], k[group.row, :, group.anchors]
-    kv_heads, anchors, rows, _ = queries.shape
-    num_keys = group.keys.stop - group.keys.start
-    scores = torch.empty(kv_heads, anchors, rows, num_keys + own_keys.shape[2], device=q.device)
-    seen = (queries.flatten(1, 2) @ context_k[group.row, :, group.keys].mT).float()
+def _part(group: Group, x: Tensor) -> Tensor:
+    """A group's part of (batch, anchor, slot, kv_head, share, head_dim): (kv_head, anchor, slot, share, head_dim)."""
+    return x[group.row, group.anchors].permute(2, 0, 1, 3, 4)
+
+
+def _rows(group: Group, x: Tensor) -> Tensor:
+    """The same with the query heads of a key head as rows of its products: (kv_head, anchor, row, head_dim)."""
+    return _part(group, x).flatten(2, 3)
+
+
+def _queries(group: Group, q: Tensor) -> Tensor:
+    return _rows(group, q) * q.shape[-1] ** -0.5
+
+
+def _put(group: Group, x: Tensor, rows: Tensor) -> None:
+    part = _part(group, x)
+    part.copy_(rows.view(part.shape))
+
+
+def _context(group: Group, x: Tensor) -> Tensor:
+    """A group's stretch of (batch, seq, kv_head, head_dim): (kv_head, key, head_dim)."""
+    return x[group.row, group.keys].transpose(0, 1)
+
+
+def _products(rows: Tensor, context: Tensor, own: Tensor) -> Tensor:
+    """Rows times [context ; own block]: (kv_head, anchor, row, key) float32."""
+    num_keys = context.shape[1]
+    out = rows.new_empty(*rows.shape[:3], num_keys + own.shape[2])
+    torch.bmm(rows.flatten(1, 2), context.mT, out=out.flatten(1, 2)[..., :num_keys])
+    out[..., num_keys:] = rows @ own.mT
+    return out.float()
+
+
+def _probs(group: Group, queries: Tensor, own_keys: Tensor, context_keys: Tensor) -> Tensor:
+    """Softmax over [context ; own block]: (kv_head, anchor, row, key), in the queries' dtype."""
+    scores = _products(queries, context_keys, own_keys)
     slots = group.hidden_keys.shape[1]  # 1 where all slots see the same
-    by_slot = (kv_heads, anchors, slots, rows // slots, num_keys)
-    torch.add(seen.view(by_slot), group.hidden_keys[:, :, None], out=scores[..., :num_keys].unflatten(2, by_slot[2:4]))
-    scores[..., num_keys:] = queries @ own_keys.mT
-    return scores.softmax(dim=-1).to(q.dtype)
+    scores[..., : context_keys.shape[1]].unflatten(2, (slots, -1)).add_(group.hidden_keys[:, :, None])
+    return scores.softmax(dim=-1).to(queries.dtype)
 
 
 def flex_block_attention(blocks: Blocks, seq: int) -> Attend:

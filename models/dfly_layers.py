@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.block_attention import Attend, Blocks, flex_block_attention, grouped_attention
 from draftsmith.models.dfly_shape import Shape
-from draftsmith.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary, gated_silu
+from draftsmith.models.layers import GatedLinear, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
 from draftsmith.models.target import TargetSpec
 
 Rotary = tuple[Tensor, Tensor]
@@ -186,12 +186,12 @@ class CorrectionHead(nn.Module):
         self.embedding_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.gate_proj = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
         self.up_proj = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
-        self.down_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.down_proj = GatedLinear(shape.hidden, shape.hidden)
 
     def forward(self, draft: Tensor, previous: Tensor) -> Tensor:
         """draft: (..., hidden), states after the final norm; previous: (..., hidden), embedded -> (..., hidden)."""
         z = torch.cat((self.hidden_norm(draft), self.embedding_norm(previous.to(draft.dtype))), dim=-1)
-        return draft + self.down_proj(gated_silu(self.gate_proj(z), self.up_proj(z)))
+        return draft + self.down_proj(self.gate_proj(z), self.up_proj(z))
 
 
 class MarkovHead(nn.Module):

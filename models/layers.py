@@ -61,33 +61,43 @@ class _ScaledNorm(torch.autograd.Function):
 class SwiGLU(nn.Module):
     """down(SiLU(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, intermediate: int, bias: bool = False) -> None:
+    def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = GatedLinear(intermediate, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden) -> (..., hidden)."""
-        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.gate_proj(x), self.up_proj(x))
 
 
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) * up, keeping only its two arguments for backward; both (..., width)."""
-    return _GatedSiLU.apply(gate, up)
+class GatedLinear(nn.Linear):
+    """A linear map of SiLU(gate) * up that keeps gate and up only: their product is formed again in backward."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out, bias=False)
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        """gate, up: (..., width) -> (..., out)."""
+        return _GatedLinear.apply(gate, up, self.weight)
 
 
-class _GatedSiLU(torch.autograd.Function):
+class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return F.silu(gate).mul_(up) @ weight.T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
+        gate, up, weight = ctx.saved_tensors
+        activated = F.silu(gate)
+        grad_weight = grads[0].flatten(0, -2).T @ (activated * up).flatten(0, -2)
+        grad_product = grads[0] @ weight
+        grad_up = activated.mul_(grad_product)
+        return torch.ops.aten.silu_backward(grad_product.mul_(up), gate), grad_up, grad_weight
 
 
 class RotaryEmbedding(nn.Module):
