@@ -233,13 +233,18 @@ def _digest(documents: Documents) -> str:
     return hashlib.sha256("\n".join(document.id for document in documents.documents).encode()).hexdigest()[:32]
 
 
-def _check_confidence(config: TrainConfig, drafter: Drafter[Any]) -> None:
-    """Refuses a confidence term in the loss of a drafter that has no confidence head."""
-    terms = [term for stage in config.loss.stages for term in stage.terms]
-    if any(term.objective == "confidence" for term in terms) and not drafter.has_confidence_head:
+def _check_confidence(schedule: Schedule, drafter: Drafter[Any]) -> None:
+    """Refuses a confidence head that no term of the loss trains, and such a term where there is no head."""
+    trained = any("confidence_logit" in term.wants for term in schedule.terms.values())
+    if trained and not drafter.has_confidence_head:
         raise ValueError(
             "the loss has the term confidence, and this drafter has no confidence head; choose drafter=dspark (or "
             "drafter.confidence_head=true of a block drafter), or another loss"
+        )
+    if drafter.has_confidence_head and not trained:
+        raise ValueError(
+            "this drafter has a confidence head, and no term of the loss trains it; choose loss=dspark, add the term "
+            "{objective: confidence} to a stage of yours, or switch the head off: drafter.confidence_head=false"
         )
 
 
@@ -272,7 +277,6 @@ def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
     drafter = config.drafter.build(target.spec)
     drafter.check_documents(documents.documents)
     drafter.check_sequence_parallel(config.trainer.sequence_parallel)
-    _check_confidence(config, drafter)
     initialisation = drafter.initialise(target, documents.documents)
     manifest = CacheManifest.of(
         documents.documents,
@@ -293,5 +297,6 @@ def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
         cache_bytes=manifest.num_bytes,
         batch=batch,
     )
+    _check_confidence(plan.schedule, drafter)
     plan.print(console)
     return Prepared(target=target, documents=documents, drafter=drafter, manifest=manifest, plan=plan)

@@ -159,7 +159,7 @@ class Schedule:
         return min(1.0, (step - stage.first + 1) / stage.rewarm_steps) if stage.rewarm_steps else 1.0
 
     def want(self, step: int) -> tuple[str, ...]:
-        """The statistics that the terms of a step need."""
+        """The statistics that the terms of a step need of the target's head."""
         wanted = {name for label in self.weights(step) for name in self.terms[label].wants}
         return tuple(name for name in STATISTICS if name in wanted)
 
@@ -226,7 +226,7 @@ def _collect_terms(config: LossConfig, has_teacher: bool) -> dict[str, Term]:
 def _check_options(config: LossConfig, wanted: set[str]) -> None:
     config.options()  # refuses values out of range before any model is loaded
     default = LossConfig()
-    compared = wanted - {"ce", "target_ce"}
+    compared = wanted - {"ce", "target_ce", "confidence_logit"}
     if config.lk_eta != default.lk_eta and "lk" not in wanted:
         raise ValueError(f"loss.lk_eta={config.lk_eta} is inert: no stage has an lk term")
     if config.temperature != default.temperature and not compared:

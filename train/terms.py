@@ -31,7 +31,7 @@ class Objective:
 
     Attributes:
         unit: "slot": one value for each step; "chain": one for each anchor.
-        wants: the statistics that it needs.
+        wants: the statistics that it needs; `confidence_logit` is the drafter's own, the others the target head's.
         loss: (stats on the grid, valid) -> (..., step) or, for a chain, (...).
     """
 
@@ -59,7 +59,7 @@ OBJECTIVES: dict[str, Objective] = {
     "e2e_tv": Objective(unit="chain", wants=("tv",), loss=lambda s, valid: e2e_tv(given(s.tv, "tv"), valid)[0]),
     "confidence": Objective(
         unit="slot",
-        wants=("acceptance",),
+        wants=("acceptance", "confidence_logit"),
         loss=lambda s, _: confidence_bce(
             given(s.confidence_logit, "confidence_logit"), given(s.acceptance, "acceptance")
         ),
@@ -185,11 +185,12 @@ class TermConfig:
                 f"{self.objective}({', '.join(parameters)}): an objective takes exactly (stats, valid), a TokenStats "
                 "and a bool tensor (..., step)"
             )
-        unknown = sorted(set(self.want or ()) - set(STATISTICS))
+        known = (*STATISTICS, "confidence_logit")
+        unknown = sorted(set(self.want or ()) - set(known))
         if self.want is None or unknown:
             raise ValueError(
                 f"loss term {self.name}: want={self.want}; list the statistics that {self.objective} reads, out of "
-                f"{', '.join(STATISTICS)}"
+                f"{', '.join(known)}"
             )
         if self.unit not in ("slot", "chain"):
             raise ValueError(

@@ -8,11 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_run import ROW_TOKENS, document, documents_of, tiny_config
+from torch import Tensor
 
 from draftsmith.data.packing import Loader
+from draftsmith.models.head import TokenStats
 from draftsmith.models.mtp import MTPConfig
 from draftsmith.train.checkpoint import TrainState
 from draftsmith.train.config import TrainerConfig
+from draftsmith.train.loop import train
 from draftsmith.train.plan import BatchShape, prepare
 from draftsmith.train.stages import StageConfig
 from draftsmith.train.terms import TermConfig
@@ -139,3 +142,26 @@ def test_a_confidence_term_needs_a_drafter_with_a_confidence_head(
     stage = StageConfig(name="all", terms=[TermConfig(objective="confidence"), TermConfig(objective="kl")])
     with pytest.raises(ValueError, match=r"no confidence head; choose drafter=dspark"):
         prepare(replace(config, loss=replace(config.loss, stages=[stage])), world, Console(quiet=True))
+
+
+def test_a_confidence_head_that_no_term_trains_is_refused_and_nothing_is_written(
+    world: World, target_path: Path, conversations: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(target_path, conversations, tmp_path)
+    with_head = replace(config, drafter=replace(config.drafter, confidence_head=True))
+    with pytest.raises(
+        ValueError, match=r"choose loss=dspark, .*or switch the head off: drafter\.confidence_head=false"
+    ):
+        train(with_head, world)
+    assert not list(tmp_path.iterdir())
+    terms = [TermConfig(objective="kl"), TermConfig(objective="confidence")]
+    loss = replace(config.loss, stages=[StageConfig(name="all", terms=terms)])
+    assert prepare(replace(with_head, loss=loss), world, Console(quiet=True)).drafter.has_confidence_head
+    own = TermConfig(objective=f"{__name__}.squared_logit", want=["confidence_logit"], unit="slot")
+    loss = replace(config.loss, stages=[StageConfig(name="all", terms=[TermConfig(objective="ce"), own])])
+    assert prepare(replace(with_head, loss=loss), world, Console(quiet=True)).plan.schedule.want(0) == ("ce",)
+
+
+def squared_logit(stats: TokenStats, valid: Tensor) -> Tensor:
+    assert stats.confidence_logit is not None
+    return stats.confidence_logit.square()
