@@ -65,6 +65,16 @@ def sees_context(key: Tensor, slot: Tensor, start: Tensor, anchor: Tensor, windo
     return visible if window is None else visible & (key > anchor + slot - window)
 
 
+def context_in_use(blocks: Blocks, seq: int) -> Tensor:
+    """Whether any block sees the context at each position: (batch, seq) bool."""
+    first = blocks.start
+    if blocks.window is not None:
+        first = torch.maximum(first, blocks.anchor - blocks.window + 1)
+    opens = blocks.exists.long()
+    edges = opens.new_zeros(len(opens), seq + 1).scatter_add_(1, first, opens).scatter_add_(1, blocks.anchor, -opens)
+    return edges.cumsum(dim=1)[:, :seq] > 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Neighbouring anchors of one document, which share one stretch of context keys.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.data.batch import Batch, Document, TargetStates
-from draftsmith.models.block_attention import Blocks, document_starts
+from draftsmith.models.block_attention import Blocks, context_in_use, document_starts
 from draftsmith.models.context_cache import ContextCache
 from draftsmith.models.dfly_init import initialise
 from draftsmith.models.dfly_layers import Backbone, CorrectionHead, MarkovHead, draw_weights
@@ -236,8 +236,11 @@ class DFly(Drafter[ContextCache]):
         )
         # Context beyond the largest anchor is never seen. On CUDA shapes stay static and the host does not wait.
         end = batch.input_ids.shape[1] if batch.input_ids.is_cuda else int(grid.anchor_index.max())
-        contexts = self.backbone.project_context(states.layers[:, :end], batch.position_ids[:, :end])
-        x = self._embed_blocks(batch.input_ids.gather(1, grid.anchor_index), target_head)
+        # What no block sees becomes 0: a NaN there would pass into the weights' gradients as 0 times NaN.
+        layers = states.layers[:, :end].masked_fill(~context_in_use(blocks, end)[..., None, None], 0)
+        contexts = self.backbone.project_context(layers, batch.position_ids[:, :end])
+        anchor_ids = batch.input_ids.gather(1, grid.anchor_index).masked_fill(~blocks.exists, self.mask_token_id)
+        x = self._embed_blocks(anchor_ids, target_head)
         return self.backbone(x, batch.position_ids.gather(1, grid.anchor_index), contexts, blocks)
 
     def _embed_blocks(self, anchor_ids: Tensor, target_head: Head) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftsmith.models import block_attention as module
 from draftsmith.models.block_attention import (
     Blocks,
+    context_in_use,
     document_starts,
     flex_block_attention,
     flex_block_mask,
@@ -89,6 +90,21 @@ def test_the_window_slides_with_the_slot():
     for s in range(4):
         expected = [block_sees(s, None, k, anchor=6, window=4, documents=[0] * 12) for k in range(12)]
         assert visible[s].tolist() == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_context_in_use_is_what_any_block_sees(case):
+    documents, anchors, exists, size, window = CASES[case]
+    used = context_in_use(make_blocks(documents, anchors, exists, size, window), len(documents[0]))
+    for row, row_documents in enumerate(documents):
+        for key in range(len(row_documents)):
+            seen = any(
+                block_sees(slot, None, key, anchor=a, window=window, documents=row_documents)
+                for a, there in zip(anchors[row], exists[row], strict=True)
+                for slot in range(size)
+                if there
+            )
+            assert bool(used[row, key]) == seen
 
 
 def test_a_group_forms_only_its_own_documents_context():

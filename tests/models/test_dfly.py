@@ -15,7 +15,6 @@ from draftsmith.data.batch import Batch, Document, TargetStates
 from draftsmith.models.dfly import DFly, DFlyConfig
 from draftsmith.models.dfly_layers import fusion_logits
 from draftsmith.models.dfly_shape import spread_layers
-from draftsmith.models.drafter import stats_on_grid
 from draftsmith.models.grid import Grid, build_grid, draw_uniform
 from draftsmith.models.head import Head, StatsOptions, TokenStats
 from draftsmith.models.target import TargetSpec
@@ -235,31 +234,55 @@ def test_the_order_of_anchors_changes_nothing():
     torch.testing.assert_close(shuffled, sorted_hidden[:, order], rtol=1e-5, atol=1e-6)
 
 
-def test_what_stands_at_invalid_steps_changes_nothing():
-    drafter, target_head = new_drafter(), new_head()
-    batch = new_batch([[10], [16]], drafter)
-    grid = grid_at(batch, [[3, 7], [4, 9, 13]], drafter)
+POISON = MASK - 1  # its embedding is NaN
+
+
+def poisoned(batch: Batch, grid: Grid, window: int | None) -> Batch:
+    """NaN wherever no valid chain may read: states, and tokens whose embedding is NaN; found by loops."""
     states = batch.states
     assert states is not None
-    assert not grid.valid.all()
-    final, layers = states.final.clone(), states.layers.clone()
-    final[0, 9:], final[1, 15], final[:, :3] = torch.nan, torch.nan, torch.nan
-    layers[:, 13:] = torch.nan
+    layers, final = torch.full_like(states.layers, torch.nan), torch.full_like(states.final, torch.nan)
+    tokens = torch.full_like(batch.input_ids, POISON)
+    for row, anchor, step in grid.valid.nonzero().tolist():
+        a = int(grid.anchor_index[row, anchor])
+        for position in range(a):
+            same = batch.document_ids[row, position] == batch.document_ids[row, a]
+            if same and (window is None or position > a - window):
+                layers[row, position] = states.layers[row, position]
+        final[row, a + step] = states.final[row, a + step]
+        tokens[row, a + step : a + step + 2] = batch.input_ids[row, a + step : a + step + 2]
+    assert layers.isnan().any()
+    assert final.isnan().any()
+    return changed(batch, layers=layers, final=final, input_ids=tokens)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "own tokens"])
+def test_what_no_valid_chain_may_read_changes_nothing(variant):
+    """Padding, what lies beyond a document's anchors, invalid anchors and steps: all NaN; every bit stays."""
+    settings = VARIANTS.get(variant, {"own_token_rate": 0.5, "base_loss_weight": 0.5})
+    drafter, target_head = new_drafter(**settings), new_head()
+    target_head.embedding[POISON] = torch.nan
+    batch = new_batch([[10, 9], [16], [5]], drafter, seq=22)
+    batch = changed(batch, input_ids=batch.input_ids.clamp(max=POISON - 1))
+    grid = grid_at(batch, [[3, 6, 15], [4, 9, 13], []], drafter)
     results = []
-    for data in (batch, changed(batch, final=final, layers=layers)):
+    for data in (batch, poisoned(batch, grid, drafter.config.sliding_window)):
         drafter.zero_grad()
-        hidden = drafter.hidden(data, grid, target_head)
-        if data is not batch:
-            hidden = torch.where(grid.valid[..., None], hidden, torch.nan)
-        stats = stats_on_grid(hidden, data, grid, target_head, ("ce", "tv"))
-        (stats.ce + stats.tv).sum().backward()
+        torch.manual_seed(0)
+        stats = drafter(data, grid, target_head, ("ce", "kl", "tv"))
+        total(stats).backward()
         results.append((stats, [p.grad.clone() for p in drafter.parameters()]))
     (clean, clean_grads), (dirty, dirty_grads) = results
-    assert torch.equal(clean.ce, dirty.ce)
-    assert torch.equal(clean.label_prob, dirty.label_prob)
+    assert all(torch.equal(a, b) for a, b in zip(values(clean), values(dirty), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(clean_grads, dirty_grads, strict=True))
     assert clean.ce[~grid.valid].eq(0).all()
     assert clean.label_prob[~grid.valid].eq(1).all()
+
+
+def values(stats: TokenStats) -> list[Tensor]:
+    found: list[Tensor] = []
+    stats.map(lambda value, _: found.append(value) or value)
+    return found
 
 
 def test_a_batch_without_an_anchor_gives_zero_gradients():
