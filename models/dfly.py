@@ -138,9 +138,9 @@ class DFly(Drafter[ContextCache]):
                 "contains: target.mask_token_id=<row>"
             )
 
-    def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
+    def grid(self, batch: Batch, *, seed: int, epoch: int, static: bool = False) -> Grid:
         """See `Drafter.grid`; with what decides where own tokens are read, where any are."""
-        grid = super().grid(batch, seed=seed, epoch=epoch)
+        grid = super().grid(batch, seed=seed, epoch=epoch, static=static)
         if self.config.own_token_rate == 0:
             return grid
         return replace(grid, uniform=draw_uniform(batch, grid, seed=seed, epoch=epoch))

@@ -94,8 +94,13 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
     has_confidence_head: bool = False
     sequence: SequenceParallel | None = None
 
-    def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
-        """The grid to train on: a pure function of (batch, seed, epoch), the same for every drafter."""
+    def grid(self, batch: Batch, *, seed: int, epoch: int, static: bool = False) -> Grid:
+        """The grid to train on: a pure function of (batch, seed, epoch), the same for every drafter.
+
+        Args:
+            batch: best on the CPU, where anchors are drawn without waiting for a device.
+            static: fill up every row to anchors_per_row, so that shapes stay the same from batch to batch.
+        """
         anchors = choose_anchors(
             batch,
             anchors_per_document=self.config.anchors_per_document,
@@ -104,7 +109,7 @@ class Drafter(nn.Module, ABC, Generic[Cache]):
             epoch=epoch,
             early_decay=self.config.early_anchor_decay,
         )
-        width = self.config.anchors_per_row if batch.input_ids.is_cuda else None
+        width = self.config.anchors_per_row if static else None
         return build_grid(batch, anchors, num_steps=self.num_draft_tokens, num_anchors=width)
 
     def check_documents(self, documents: Iterable[Document]) -> None:

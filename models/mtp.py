@@ -133,12 +133,12 @@ class MTP(Drafter[MTPCache]):
                 f"{legal}"
             )
 
-    def grid(self, batch: Batch, *, seed: int, epoch: int) -> Grid:
+    def grid(self, batch: Batch, *, seed: int, epoch: int, static: bool = False) -> Grid:
         """See `Drafter.grid`; with what decides the sampled tokens, where tokens are sampled.
 
         Of ranks that share rows each has its own chains of that grid.
         """
-        grid = super().grid(batch, seed=seed, epoch=epoch)
+        grid = super().grid(batch, seed=seed, epoch=epoch, static=static)
         if self.sequence is not None:
             grid = self.sequence.own_chains(grid)
         if self.config.tokens != "sampled":

@@ -13,33 +13,22 @@ from draftsmith.models.grid import Grid
 from draftsmith.models.head import Head, TokenStats
 from draftsmith.models.mtp import MTPConfig
 from draftsmith.models.target import TargetSpec
-from draftsmith.scripts.measure import Case, Product, Work, matrix_product
+from draftsmith.scripts.benchmark_dfly import QWEN3_SPEC
+from draftsmith.scripts.measure import CPU, CUDA, REFERENCE_SIZE, Case, Place, Product, Work, matrix_product
 from draftsmith.train.objectives import e2e_tv, given
 
 # SmolLM2-135M's shape.
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 576, 9, 3, 64, 1536, 49_152
 SPEC = TargetSpec(
-    hidden_size=HIDDEN,
+    hidden_size=576,
     num_layers=30,
-    num_heads=HEADS,
-    num_kv_heads=KV_HEADS,
-    head_dim=HEAD_DIM,
-    intermediate_size=INTERMEDIATE,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
     rms_norm_eps=1e-5,
-    vocab_size=VOCAB,
+    vocab_size=49_152,
     max_position_embeddings=8192,
-    rope_inv_freq=tuple(1e5 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)),
-)
-# (inner, outer) of the block's matrices.
-MATRICES = (
-    (2 * HIDDEN, HIDDEN),
-    (HIDDEN, HEADS * HEAD_DIM),
-    (HIDDEN, KV_HEADS * HEAD_DIM),
-    (HIDDEN, KV_HEADS * HEAD_DIM),
-    (HEADS * HEAD_DIM, HIDDEN),
-    (HIDDEN, INTERMEDIATE),
-    (HIDDEN, INTERMEDIATE),
-    (INTERMEDIATE, HIDDEN),
+    rope_inv_freq=tuple(1e5 ** (-2 * i / 64) for i in range(32)),
 )
 # Bare products are timed on so many rows and counted as often as they occur.
 UNIT_ROWS = 512
@@ -55,22 +44,33 @@ def chains(stats: TokenStats, grid: Grid) -> Tensor:
     return e2e_tv(given(stats.tv, "tv"), grid.valid)[0].sum() / grid.num_chains
 
 
-def random_batch(seq: int, document: int) -> Batch:
-    """One row of documents of equal length, all supervised."""
+def random_batch(spec: TargetSpec, seq: int, document: int, place: Place) -> Batch:
+    """One row of documents of equal length, all supervised; on the CPU but for its states."""
     position_ids = (torch.arange(seq) % document)[None]
     return Batch(
-        input_ids=torch.randint(VOCAB, (1, seq)),
+        input_ids=torch.randint(spec.vocab_size, (1, seq)),
         supervised=torch.ones(1, seq, dtype=torch.bool),
         document_ids=(torch.arange(seq) // document)[None],
         position_ids=position_ids,
-        states=TargetStates(layers=torch.empty(1, seq, 0, HIDDEN), final=3 * torch.randn(1, seq, HIDDEN)),
+        states=TargetStates(
+            layers=place.empty(1, seq, 0, spec.hidden_size), final=3 * place.randn(1, seq, spec.hidden_size)
+        ),
     )
 
 
-def vocabulary_products(weight: Tensor, predictions: int, positions: int) -> list[Product]:
+def matrices(spec: TargetSpec) -> list[tuple[int, int]]:
+    """(inner, outer) of the block's matrices."""
+    hidden, mlp = spec.hidden_size, spec.intermediate_size
+    width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, hidden)]
+    return [(2 * hidden, hidden), *attention, (hidden, mlp), (hidden, mlp), (mlp, hidden)]
+
+
+def vocabulary_products(weight: Tensor, predictions: int, positions: int, place: Place) -> list[Product]:
     """Drafter's logits and their gradient at each prediction, the teacher's logits at each position."""
-    inputs, logits, gradient = (torch.randn(UNIT_ROWS, width) for width in (HIDDEN, VOCAB, HIDDEN))
-    flops = 2.0 * UNIT_ROWS * HIDDEN * VOCAB
+    vocab, hidden = weight.shape
+    inputs, logits, gradient = (place.randn(UNIT_ROWS, width) for width in (hidden, vocab, hidden))
+    flops = 2.0 * UNIT_ROWS * hidden * vocab
     return [
         Product(
             run=lambda: torch.mm(inputs, weight.T, out=logits),
@@ -81,24 +81,25 @@ def vocabulary_products(weight: Tensor, predictions: int, positions: int) -> lis
     ]
 
 
-def block_products(rows: int, document: int) -> list[Product]:
+def block_products(spec: TargetSpec, rows: int, document: int, place: Place) -> list[Product]:
     """Each matrix forward, for its input's and for its own gradient; attention on the visible half of its scores."""
     times = round(rows / UNIT_ROWS)
     products = []
-    for inner, outer in MATRICES:
+    for inner, outer in matrices(spec):
         products += [
-            matrix_product(UNIT_ROWS, inner, outer, times=times),
-            matrix_product(UNIT_ROWS, outer, inner, times=times),
-            matrix_product(outer, UNIT_ROWS, inner, times=times),
+            matrix_product(UNIT_ROWS, inner, outer, times=times, place=place),
+            matrix_product(UNIT_ROWS, outer, inner, times=times, place=place),
+            matrix_product(outer, UNIT_ROWS, inner, times=times, place=place),
         ]
-    group_rows, seen = HEADS // KV_HEADS * UNIT_ROWS, document // 2
+    kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
+    group_rows, seen = spec.num_heads // kv_heads * UNIT_ROWS, document // 2
     for left, right in (
-        ((group_rows, HEAD_DIM), (HEAD_DIM, seen)),  # scores, and the gradient of their softmax
-        ((group_rows, seen), (seen, HEAD_DIM)),  # output, and the gradient of the query
-        ((seen, group_rows), (group_rows, HEAD_DIM)),  # gradients of key and value
+        ((group_rows, head_dim), (head_dim, seen)),  # scores, and the gradient of their softmax
+        ((group_rows, seen), (seen, head_dim)),  # output, and the gradient of the query
+        ((seen, group_rows), (group_rows, head_dim)),  # gradients of key and value
     ):
-        pair = torch.randn(KV_HEADS, *left), torch.randn(KV_HEADS, *right)
-        flops = 2.0 * KV_HEADS * left[0] * left[1] * right[1]
+        pair = place.randn(kv_heads, *left), place.randn(kv_heads, *right)
+        flops = 2.0 * kv_heads * left[0] * left[1] * right[1]
         products.append(Product(run=partial(torch.bmm, *pair), flops=flops, times=2 * times))
     return products
 
@@ -108,6 +109,9 @@ def case(
     want: str,
     loss: Callable[[TokenStats, Grid], Tensor],
     *,
+    spec: TargetSpec = SPEC,
+    place: Place = CPU,
+    reference_size: int | None = None,
     depths: int = 3,
     seq: int = 1024,
     document: int = 1024,
@@ -119,18 +123,26 @@ def case(
 
     def build() -> Work:
         torch.manual_seed(0)
-        weight = torch.empty(VOCAB, HIDDEN).normal_(std=HIDDEN**-0.5)
-        head, batch = Head(weight, weight), random_batch(seq, document)
-        mtp = MTPConfig(num_draft_tokens=depths, tokens=tokens, checkpoint_depths=recompute).build(SPEC)
+        weight = place.randn(spec.vocab_size, spec.hidden_size).mul_(spec.hidden_size**-0.5)
+        head, batch = Head(weight, weight), random_batch(spec, seq, document, place)
+        mtp = MTPConfig(num_draft_tokens=depths, tokens=tokens, checkpoint_depths=recompute).build(spec)
+        mtp.to(place.device, place.dtype)
         grid = mtp.grid(batch, seed=0, epoch=0)
+        columns = seq + (depths - 1) * int(grid.num_chains)
+        products = [
+            *vocabulary_products(weight, int(grid.num_slots), seq, place),
+            *block_products(spec, columns, document, place),
+        ]
+        batch, grid = batch.to(place.device), grid.to(place.device)
 
         def step() -> None:
             mtp.zero_grad()
             loss(mtp.forward(batch, grid, head, (want,)), grid).backward()
 
-        columns = seq + (depths - 1) * int(grid.num_chains)
-        products = vocabulary_products(weight, int(grid.num_slots), seq) + block_products(columns, document)
-        return Work(run=step, products=products)
+        reference = None
+        if reference_size is not None:
+            reference = matrix_product(reference_size, reference_size, reference_size, place=place)
+        return Work(run=step, products=products, reference=reference)
 
     return Case(name=name, build=build, runs=runs)
 
@@ -142,4 +154,19 @@ CASES = [
     case("lk_1_depth", "lk", lk, depths=1),
     case("lk_4_depths", "lk", lk, depths=4),
     case("lk_16384_tokens", "lk", lk, seq=16_384, document=2048, recompute=True, runs=5),
+]
+
+CUDA_CASES = [
+    case(
+        f"lk_{seq}_tokens",
+        "lk",
+        lk,
+        spec=QWEN3_SPEC,
+        place=CUDA,
+        reference_size=REFERENCE_SIZE,
+        seq=seq,
+        document=min(seq, 2048),
+        recompute=seq > 4096,
+    )
+    for seq in (1024, 2048, 4096, 8192, 16_384)
 ]

@@ -9,7 +9,9 @@ A suite is a list of `Case`s. A case is built only in the process that measures 
     CASES = [Case(name="lk", build=build)]
 
 `seconds` is the median of `run`, `floor_seconds` the sum over products of the median time of each, timed in the same
-process before and after every run; `peak_bytes` is how far the first run raises the memory in use.
+process before and after every run; `peak_bytes` is how far the first run raises the memory in use (of the device, on
+CUDA). Where a work names a `reference` product, `utilisation` is its products' FLOPs over what the reference's rate
+would have done in `seconds`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,29 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a case computes and in which type."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def randn(self, *shape: int) -> Tensor:
+        """Standard normal values."""
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def empty(self, *shape: int) -> Tensor:
+        """Memory for results."""
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+
+CPU = Place()
+CUDA = Place(device="cuda", dtype=torch.bfloat16)
+# Side of the square product whose rate counts as a device's own.
+REFERENCE_SIZE = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +72,15 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a case runs, ready to run."""
+    """What a case runs, ready to run.
+
+    Attributes:
+        reference: the product whose rate utilisation is measured against; None: no utilisation.
+    """
 
     run: Callable[[], object]
     products: Sequence[Product]
+    reference: Product | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +100,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The figures of a case. Seconds are medians, GFLOP/s those of the bare products before and after the runs."""
+    """The figures of a case. Seconds are medians, GFLOP/s those of the bare products before and after the runs.
+
+    `utilisation` is None where the work names no reference product.
+    """
 
     case: str
     seconds: float
@@ -81,23 +114,32 @@ class Row:
     gflops_before: float
     gflops_after: float
     threads: int
+    utilisation: float | None = None
 
 
-def matrix_product(rows: int, inner: int, columns: int, *, times: int = 1) -> Product:
-    """(rows, inner) times (inner, columns), float32 on the CPU, into a buffer that is there."""
-    left, right, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
+def matrix_product(rows: int, inner: int, columns: int, *, times: int = 1, place: Place = CPU) -> Product:
+    """(rows, inner) times (inner, columns), into a buffer that is there."""
+    left, right, out = place.randn(rows, inner), place.randn(inner, columns), place.empty(rows, columns)
     return Product(run=lambda: torch.mm(left, right, out=out), flops=2.0 * rows * inner * columns, times=times)
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call."""
+    """Wall-clock seconds of one call, until the device is done."""
     start = time.perf_counter()
     run()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
 def peak_growth_bytes(run: Callable[[], object]) -> int:
-    """How far one call raises the process's resident memory above what it was."""
+    """How far one call raises the process's resident memory, or CUDA's allocated memory, above what it was."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - allocated
     try:
         Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the high-water mark
     except OSError:
@@ -120,12 +162,14 @@ def measure(case: Case) -> Row:
     """Measures a case in this process."""
     work = case.build()
     peak = peak_growth_bytes(work.run)
-    for product in work.products:
+    for product in (*work.products, *([work.reference] if work.reference else [])):
         product.run()
     before: list[list[float]] = [[] for _ in work.products]
     after: list[list[float]] = [[] for _ in work.products]
-    seconds = []
+    seconds, reference_seconds = [], []
     for _ in range(case.runs):
+        if work.reference is not None:
+            reference_seconds.append(seconds_of(work.reference.run))
         for samples, product in zip(before, work.products, strict=True):
             samples.append(seconds_of(product.run))
         seconds.append(seconds_of(work.run))
@@ -137,6 +181,10 @@ def measure(case: Case) -> Row:
     )
     flops = sum(product.flops for product in work.products)
     median = statistics.median(seconds)
+    utilisation = None
+    if work.reference is not None:
+        rate = work.reference.flops / statistics.median(reference_seconds)
+        utilisation = sum(product.times * product.flops for product in work.products) / (median * rate)
     return Row(
         case=case.name,
         seconds=median,
@@ -147,10 +195,11 @@ def measure(case: Case) -> Row:
         gflops_before=flops / sum(map(statistics.median, before)) / 1e9,
         gflops_after=flops / sum(map(statistics.median, after)) / 1e9,
         threads=torch.get_num_threads(),
+        utilisation=utilisation,
     )
 
 
-def measure_in_fresh_process(suite: str, case: str) -> Row:
+def measure_in_fresh_process(suite: str, case: str, device: str = "cpu") -> Row:
     """Measures a case in a process of its own, so that its peak is its own.
 
     Raises:
@@ -158,7 +207,8 @@ def measure_in_fresh_process(suite: str, case: str) -> Row:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.json"
-        command = [sys.executable, "-m", "draftsmith.scripts.benchmark", suite, f"case={case}", f"json={path}"]
+        command = [sys.executable, "-m", "draftsmith.scripts.benchmark", suite, f"device={device}", f"case={case}"]
+        command.append(f"json={path}")
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             raise ValueError(f"benchmark {suite}, case {case} failed; run it alone: {' '.join(command[:-1])}")
         (row,) = json.loads(path.read_text())
@@ -167,7 +217,7 @@ def measure_in_fresh_process(suite: str, case: str) -> Row:
 
 def show(rows: Sequence[Row], title: str, console: Console) -> None:
     """Prints the rows as a table."""
-    table = Table("case", "seconds", "floor", "ratio", "peak MiB", "GFLOP/s before", "after", title=title)
+    table = Table("case", "seconds", "floor", "ratio", "peak MiB", "GFLOP/s before", "after", "MFU", title=title)
     for row in rows:
         table.add_row(
             row.case,
@@ -177,6 +227,7 @@ def show(rows: Sequence[Row], title: str, console: Console) -> None:
             f"{row.peak_bytes / 2**20:.0f}",
             f"{row.gflops_before:.0f}",
             f"{row.gflops_after:.0f}",
+            "" if row.utilisation is None else f"{row.utilisation:.0%}",
         )
     console.print(table)
 

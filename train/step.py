@@ -6,7 +6,7 @@ any forward. Every micro-batch then backpropagates its local sum over the global
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -169,10 +169,8 @@ def run_step(
         ValueError: something was not finite; no weight has been changed.
     """
     module: DrafterWithObjective = engine.module
-    grids = [
-        module.drafter.grid(replace(batch, states=None).to(world.device), seed=seed, epoch=epoch)
-        for batch in micro_batches
-    ]
+    static = world.device.type == "cuda"  # compiled attention wants one shape
+    grids = [module.drafter.grid(batch, seed=seed, epoch=epoch, static=static) for batch in micro_batches]
     sequence = module.drafter.sequence
     counts = count_predictions(micro_batches, grids, world, row_copies=1 if sequence is None else sequence.degree)
     if counts.slots == 0:
@@ -181,7 +179,7 @@ def run_step(
     module.finite.found.zero_()
     measured: list[dict[str, Ratio]] = []
     for index, (batch, grid) in enumerate(zip(micro_batches, grids, strict=True)):
-        loss, sums = engine(batch.to(world.device), grid, target_head, step, counts)
+        loss, sums = engine(batch.to(world.device), grid.to(world.device), target_head, step, counts)
         # DeepSpeed averages over ranks; the loss is already divided by the count of all of them.
         engine.backward(world.size * loss, scale_wrt_gas=False)
         measured.append(sums)
@@ -216,8 +214,8 @@ def count_predictions(batches: list[Batch], grids: list[Grid], world: World, *, 
     """
     own = torch.stack(
         (
-            torch.stack([grid.num_slots for grid in grids]).sum().cpu(),
-            torch.stack([grid.num_chains for grid in grids]).sum().cpu(),
+            torch.stack([grid.num_slots for grid in grids]).sum(),
+            torch.stack([grid.num_chains for grid in grids]).sum(),
             torch.stack([(batch.document_ids >= 0).sum() for batch in batches]).sum().cpu(),
         )
     )

@@ -285,6 +285,16 @@ def values(stats: TokenStats) -> list[Tensor]:
     return found
 
 
+def test_a_static_grid_is_filled_up_and_its_statistics_stay():
+    drafter, target_head = new_drafter(anchors_per_document=3, anchors_per_row=5), new_head()
+    batch = new_batch([[20], [16]], drafter)
+    small, wide = (drafter.grid(batch, seed=0, epoch=0, static=static) for static in (False, True))
+    assert (small.valid.shape, wide.valid.shape) == ((2, 3, 7), (2, 5, 7))
+    assert not wide.valid[:, 3:].any()
+    ours, theirs = (drafter(batch, grid, target_head, ("ce",)).ce for grid in (wide, small))
+    torch.testing.assert_close(ours[:, :3], theirs)
+
+
 def test_a_batch_without_an_anchor_gives_zero_gradients():
     drafter, target_head = new_drafter(), new_head()
     batch = new_batch([[6]], drafter)
