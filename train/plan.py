@@ -233,8 +233,8 @@ def _digest(documents: Documents) -> str:
     return hashlib.sha256("\n".join(document.id for document in documents.documents).encode()).hexdigest()[:32]
 
 
-def _check_confidence(schedule: Schedule, drafter: Drafter[Any]) -> None:
-    """Refuses a confidence head that no term of the loss trains, and such a term where there is no head."""
+def _check_confidence(schedule: Schedule, drafter: Drafter[Any], console: Console) -> None:
+    """Refuses a confidence term where there is no confidence head; warns of a head that no term trains."""
     trained = any("confidence_logit" in term.wants for term in schedule.terms.values())
     if trained and not drafter.has_confidence_head:
         raise ValueError(
@@ -242,9 +242,13 @@ def _check_confidence(schedule: Schedule, drafter: Drafter[Any]) -> None:
             "drafter.confidence_head=true of a block drafter), or another loss"
         )
     if drafter.has_confidence_head and not trained:
-        raise ValueError(
-            "this drafter has a confidence head, and no term of the loss trains it; choose loss=dspark, add the term "
-            "{objective: confidence} to a stage of yours, or switch the head off: drafter.confidence_head=false"
+        console.print(
+            "WARNING: no term of the loss trains this drafter's confidence head, so its estimates will mean nothing; "
+            "choose loss=dspark, add the term {objective: confidence} to a stage of yours, or switch the head off: "
+            "drafter.confidence_head=false",
+            style="yellow",
+            soft_wrap=True,
+            markup=False,
         )
 
 
@@ -297,6 +301,6 @@ def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
         cache_bytes=manifest.num_bytes,
         batch=batch,
     )
-    _check_confidence(plan.schedule, drafter)
     plan.print(console)
+    _check_confidence(plan.schedule, drafter, console)
     return Prepared(target=target, documents=documents, drafter=drafter, manifest=manifest, plan=plan)
