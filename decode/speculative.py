@@ -62,6 +62,11 @@ class DecodingConfig:
                 "not depend on the others; set batch_size=1, or temperature=0"
             )
 
+    @property
+    def draft_temperature(self) -> float:
+        """What drafts are drawn at; 0: they are the drafter's argmax."""
+        return self.temperature if self.draft_sampling == "sampled" else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
@@ -162,7 +167,6 @@ def speculative_decode(
     outputs = _outputs(target, prompts, config)
     accepted: list[list[int]] = [[] for _ in prompts]
     acceptance: list[list[list[float]]] = [[] for _ in prompts]
-    draft_temperature = config.temperature if config.draft_sampling == "sampled" else 0.0
 
     prompt_ids, counts = pad_sequence(list(prompts), batch_first=True), [len(prompt) for prompt in prompts]
     states = target.extend(prompt_ids, kv_cache, drafter.target_layer_ids)
@@ -177,7 +181,7 @@ def speculative_decode(
             draft_cache,
             anchor,
             target.head,
-            temperature=draft_temperature,
+            temperature=config.draft_temperature,
             top_p=config.top_p,
             generator=generator,
         )

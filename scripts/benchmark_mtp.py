@@ -13,23 +13,10 @@ from draftsmith.models.grid import Grid
 from draftsmith.models.head import Head, TokenStats
 from draftsmith.models.mtp import MTPConfig
 from draftsmith.models.target import TargetSpec
-from draftsmith.scripts.benchmark_dfly import QWEN3_SPEC
+from draftsmith.scripts.benchmark_dfly import QWEN3_SPEC, SPEC
 from draftsmith.scripts.measure import CPU, CUDA, REFERENCE_SIZE, Case, Place, Product, Work, matrix_product
 from draftsmith.train.objectives import e2e_tv, given
 
-# SmolLM2-135M's shape.
-SPEC = TargetSpec(
-    hidden_size=576,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    intermediate_size=1536,
-    rms_norm_eps=1e-5,
-    vocab_size=49_152,
-    max_position_embeddings=8192,
-    rope_inv_freq=tuple(1e5 ** (-2 * i / 64) for i in range(32)),
-)
 # Bare products are timed on so many rows and counted as often as they occur.
 UNIT_ROWS = 512
 

@@ -77,8 +77,11 @@ class CheckpointEvaluation:
         assert self._target is not None
         path = checkpoint / EVALUATION
         if path.exists():
-            report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return report
+            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            outputs = [(one["prompt_tokens"], one["baseline_tokens"]) for one in stored["prompts"]]
+            ours = zip(self._prompts, self._plain, strict=True)
+            if outputs == [(prompt.tokens.tolist(), plain.tokens) for prompt, plain in ours]:
+                return stored
         loaded = load_drafter(checkpoint / "drafter")
         drafter = in_dtype_of(loaded.drafter, self._target)
         outcomes = decode_prompts(self._target, drafter, self._prompts, self._decoding, plain=self._plain)

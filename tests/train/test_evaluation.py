@@ -85,6 +85,19 @@ def test_an_interrupted_evaluation_is_made_up_for(world: World, config: TrainCon
     assert report_of(folder, 4)["acceptance_length"] == report["acceptance_length"]
 
 
+def test_a_report_on_other_prompts_is_made_anew(world: World, config: TrainConfig, tmp_path: Path) -> None:
+    config = evaluated(config, tmp_path)
+    folder = train(config, world)
+    first = report_of(folder, 4)
+    train(replace(config, resume="auto"), world)
+    assert report_of(folder, 4) == first
+    longer = replace(config.evaluation, max_new_tokens=12, num_prompts=2)
+    train(replace(config, resume="auto", evaluation=longer), world)
+    again = report_of(folder, 4)
+    assert (again["num_prompts"], again["max_new_tokens"]) == (2, 12)
+    assert lines(folder)[-1]["acceptance_length"] == again["acceptance_length"]
+
+
 def test_what_cannot_be_decoded_is_refused_before_the_first_step(
     world: World, config: TrainConfig, tmp_path: Path
 ) -> None:
