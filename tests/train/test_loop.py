@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from draftsmith.data.cache import StatesConfig
 from draftsmith.data.packing import Loader
 from draftsmith.models.export import load_drafter
 from draftsmith.models.target import Target, TargetConfig
+from draftsmith.train import loop
 from draftsmith.train.config import DeepSpeedConfig, TrainConfig, TrainerConfig, WandbConfig
 from draftsmith.train.loop import start_engine, train
 from draftsmith.train.optimizer import learning_rate
@@ -229,3 +232,28 @@ def test_what_the_trainer_derives_cannot_be_set_behind_its_back(
     config = replace(straight[0], output_dir=str(tmp_path), deepspeed=DeepSpeedConfig(extra={key: 1}))
     with pytest.raises(ValueError, match=rf"deepspeed\.extra\.{key} is set by the trainer"):
         train(config, world)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_finished_run_holds_no_weights(
+    world: World,
+    straight: tuple[TrainConfig, Path],
+    tmp_path: Path,
+    zero_stage: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or an ablation would keep the drafter, the gradients and the moments of every cell."""
+    begun: list[weakref.ref[Any]] = []
+    honest = loop.start_engine
+
+    def watched(*args: Any) -> Any:
+        engine = honest(*args)
+        begun.extend((weakref.ref(engine), weakref.ref(engine.module)))
+        return engine
+
+    monkeypatch.setattr(loop, "start_engine", watched)
+    config = replace(straight[0], output_dir=str(tmp_path), deepspeed=DeepSpeedConfig(zero_stage=zero_stage))
+    trainer = TrainerConfig(steps=4, epochs=None, rows_per_step=2)
+    train(replace(config, trainer=trainer, optimizer=replace(config.optimizer, warmup=0)), world)
+    gc.collect()
+    assert [reference() for reference in begun] == [None, None]
