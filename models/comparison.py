@@ -87,6 +87,7 @@ class Pair:
     mass: Tensor | float = 1.0
 
 
+# Memory for q, for p, for the difference of the logits and for log q, which only log alpha needs; None: allocate.
 Scratch = Sequence[Tensor | None]
 
 # Statistics whose gradient rows are written when nothing reads the logits any more.
@@ -96,6 +97,11 @@ WRITTEN_LAST = ("kl", "tv", "lk")
 def dot(a: Tensor, b: Tensor, buffer: Tensor | None) -> Tensor:
     """Sums of a * b over the last axis; the product is written to a buffer that is already mapped."""
     return torch.mul(a, b, out=buffer).sum(-1)
+
+
+def softmax_backward(upstream: Tensor, q: Tensor, out: Tensor | None) -> Tensor:
+    """upstream (row, column), a gradient with respect to q, as one with respect to q's logits; out may be upstream."""
+    return torch.ops.aten._softmax_backward_data.out(upstream, q, -1, q.dtype, grad_input=out)
 
 
 def compare(
@@ -119,8 +125,9 @@ def compare(
         want: what to compute; the cheap detached ones come in any case.
         gradients: where to write the gradient of each of these statistics, each like draft_logits. Those named in
             WRITTEN_LAST may be the memory of draft_logits or target_logits.
-        scratch: four buffers like draft_logits, or None: allocate. Fresh large
-            temporaries are mapped and unmapped by the system each time, which costs more than the arithmetic.
+        scratch: see `Scratch`, each like draft_logits; the third may be the memory of target_logits unless
+            log_acceptance is wanted. Fresh large temporaries are mapped and unmapped by the system each time, which
+            costs more than the arithmetic.
         uniform: (row,) float64 in [0, 1), which decide the sampled tokens; None: no token is sampled.
     """
     logits = draft_logits
@@ -162,7 +169,7 @@ def compare(
         sampled = sample_at(q, uniform)
         found["sampled_token"] = sampled if draft_vocabulary is None else draft_vocabulary.ids[sampled]
     found["confidence"] = pick(q, draft_token)
-    found["entropy"] = norm - dot(q, logits, scratch[2])
+    found["entropy"] = norm - dot(q, logits, scratch[1])
     if teacher is not None:
         teacher = teacher if options.temperature == 1 else teacher / options.temperature
         p = torch.softmax(teacher, -1, out=scratch[1] if draft_vocabulary is None else None)
@@ -225,40 +232,42 @@ def divergences(
 ) -> dict[str, Tensor]:
     """KL, reverse KL, TV, LK-hybrid, log alpha, and their gradients with respect to the (tempered) draft logits.
 
-    dKL/dz = m q - p with m the mass of p on the columns; dTV/dz = q (1[q > p] - sum_{u: q_u > p_u} q_u).
+    dKL/dz = m q - p with m the mass of p on the columns; dTV/dq = 1[q > p]. p is overwritten.
+
+    Args:
+        scratch: the last two of `Scratch`.
     """
     p, q = pair.p, pair.q
     found = {}
-    shift = pair.target_norm - pair.draft_norm
+    if "log_acceptance" in want:
+        found["log_acceptance"] = log_overlap(pair, rows.get("log_acceptance"), scratch)
     if "kl" in want or "lk" in want or "reverse_kl" in want:
+        shift = pair.target_norm - pair.draft_norm
         gap = torch.sub(pair.target_logits, pair.draft_logits, out=scratch[0])  # log p - log q + shift
-        found["kl"] = dot(p, gap, scratch[1]) - pair.mass * shift
         if "reverse_kl" in want:
-            mean_gap = dot(q, gap, scratch[1])
+            mean_gap = (q * gap).sum(-1)
             found["reverse_kl"] = shift - mean_gap
             if "reverse_kl" in rows:
                 torch.sub(mean_gap[:, None], gap, out=rows["reverse_kl"]).mul_(q)
-    if "log_acceptance" in want:
-        found["log_acceptance"] = log_overlap(pair, rows.get("log_acceptance"), scratch)
+        found["kl"] = gap.mul_(p).sum(-1) - pair.mass * shift
+    mass = pair.mass[:, None] if isinstance(pair.mass, Tensor) else pair.mass
+    if "kl" in rows:
+        torch.mul(q, mass, out=rows["kl"]).sub_(p)
 
-    excess = torch.sub(q, p, out=scratch[0]).relu_()
-    found["tv"] = tv = excess.sum(-1)
+    excess = torch.sub(q, p, out=p)
+    above = torch.clamp_min(excess, 0, out=scratch[0])
+    found["tv"] = tv = above.sum(-1)
     found["acceptance"] = 1 - tv
     if "lk" in want:
         blend = torch.exp(-eta * (1 - tv))
         found["lk"] = blend * found["kl"] + (1 - blend) * tv
-    mass = pair.mass[:, None] if isinstance(pair.mass, Tensor) else pair.mass
-    if "kl" in rows:
-        torch.mul(q, mass, out=rows["kl"]).sub_(p)
     if "tv" in rows or "lk" in rows:
-        above = excess.sign_().mul_(q)
-        inside = above.sum(-1, keepdim=True)
-        if "tv" in rows:
-            torch.addcmul(above, q, -inside, out=rows["tv"])
+        slope = softmax_backward(above.sign_(), q, rows.get("tv", above))
         if "lk" in rows:
             blend = blend[:, None]
-            torch.mul(above, 1 - blend, out=rows["lk"]).addcmul_(q, blend * mass - (1 - blend) * inside)
-            rows["lk"].addcmul_(p, -blend)
+            torch.lerp(slope, excess, blend, out=rows["lk"])
+            if isinstance(mass, Tensor):
+                rows["lk"].addcmul_(q, blend * (mass - 1))
     return found
 
 
@@ -267,10 +276,10 @@ def log_overlap(pair: Pair, row: Tensor | None, scratch: Scratch) -> Tensor:
 
     With w_v = min(p_v, q_v) / alpha where q_v < p_v, else 0, the gradient is w_v - q_v sum_u w_u.
     """
-    log_q = torch.sub(pair.draft_logits, pair.draft_norm[:, None], out=scratch[0])
-    log_p = torch.sub(pair.target_logits, pair.target_norm[:, None], out=scratch[1])
+    log_p = torch.sub(pair.target_logits, pair.target_norm[:, None], out=scratch[0])
+    log_q = torch.sub(pair.draft_logits, pair.draft_norm[:, None], out=scratch[1])
     below = None if row is None else torch.sub(log_p, log_q, out=row).relu_().sign_()
-    common = torch.minimum(log_p, log_q, out=scratch[1])
+    common = torch.minimum(log_p, log_q, out=log_q)
     top = common.amax(-1, keepdim=True)
     share = common.sub_(top).exp_()
     total = share.sum(-1, keepdim=True)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftsmith.models.comparison import WRITTEN_LAST, DraftVocabulary, compare
+from draftsmith.models.comparison import WRITTEN_LAST, DraftVocabulary, Scratch, compare
 from draftsmith.models.readout import Readout, precision_of, pull_back
 from draftsmith.models.token_stats import StatsOptions, TokenStats, needs_teacher, output_names
 
@@ -29,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MIN_CHUNK_ROWS = 64
 # The share of the budget for the elementwise part's buffers: small blocks of rows that stay in cache.
-SCRATCH_SHARE = 8
+SCRATCH_SHARE = 16
 NUM_SCRATCH = 4
 
 
@@ -152,29 +150,38 @@ class Job:
         """The elementwise part, in blocks of rows that stay in cache."""
         labels, uniform = self.labels[part], None if self.uniform is None else self.uniform[part]
         compiled = self.options.compile and kernel_works(logits.device.type)
-        threads = 1 if compiled or logits.device.type != "cpu" else torch.get_num_threads()
-        block_bytes = self.options.budget_bytes // SCRATCH_SHARE // NUM_SCRATCH // threads
-        block_rows = max(1, block_bytes // (logits.shape[-1] * logits.element_size()))
-
-        def run(first: int) -> dict[str, Tensor]:
+        row_bytes = NUM_SCRATCH * logits.shape[-1] * logits.element_size()
+        block_rows = max(1, self.options.budget_bytes // SCRATCH_SHARE // row_bytes)
+        found = []
+        for first in range(0, len(logits), block_rows):
             block = slice(first, min(first + block_rows, len(logits)))
-            teacher_block = teacher
+            teacher_block = None
             if teacher is not None:
-                teacher_block = teacher[block] if place is None else teacher[place[block]]
+                teacher_block = teacher[block] if place is None else self._gather(teacher, place[block])
             rows = {name: row[block] for name, row in gradients.items()}
             inputs = (logits[block], teacher_block, labels[block], self.want, rows, self.options, self.draft_vocabulary)
             draws = None if uniform is None else uniform[block]
             if compiled:
-                return compiled_compare()(*inputs, uniform=draws)
-            # Each thread has its own buffers; on a device, calls follow one another.
-            workspace = self.workspace if threads == 1 else _thread.workspace
-            tile = functools.partial(workspace.tile, dtype=logits.dtype, device=logits.device)
-            scratch = [tile(f"scratch_{i}", block.stop - first, logits.shape[-1]) for i in range(NUM_SCRATCH)]
-            return compare(*inputs, scratch, draws)
-
-        starts = range(0, len(logits), block_rows)
-        found = list(map(run, starts) if threads == 1 else workers(threads).map(run, starts))
+                found.append(compiled_compare()(*inputs, uniform=draws))
+            else:
+                owns_teacher = place is not None or self.teacher_logits is None
+                found.append(compare(*inputs, self._scratch(logits[block], teacher_block, owns_teacher), draws))
         return {name: torch.cat([block_found[name] for block_found in found]) for name in found[0]}
+
+    def _tile_like(self, purpose: str, like: Tensor, rows: int) -> Tensor:
+        return self.workspace.tile(purpose, rows, like.shape[-1], dtype=like.dtype, device=like.device)
+
+    def _gather(self, teacher: Tensor, place: Tensor) -> Tensor:
+        out = self._tile_like("gathered", teacher, len(place))
+        return torch.index_select(teacher, 0, place, out=out)
+
+    def _scratch(self, logits: Tensor, teacher: Tensor | None, owns_teacher: bool) -> Scratch:
+        """The buffers of a block; the difference of logits goes over the teacher's where nobody reads those again."""
+        tile = functools.partial(self._tile_like, like=logits, rows=len(logits))
+        if "log_acceptance" in self.want:
+            return tile("q"), tile("p"), tile("difference"), tile("log_q")
+        overwritten = owns_teacher and self.draft_vocabulary is None
+        return tile("q"), tile("p"), teacher if overwritten else tile("difference"), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,29 +207,6 @@ def split(rows: int, bytes_per_row: int, budget_bytes: int) -> Iterator[slice]:
     count = math.ceil(rows / limit)
     for index in range(count):
         yield slice(index * rows // count, (index + 1) * rows // count)
-
-
-_thread = threading.local()
-
-
-@functools.cache
-def workers(count: int) -> ThreadPoolExecutor:
-    """Threads that each run operations of torch alone.
-
-    Rows are independent, so each block is one thread's. Were every operation split over all threads instead, they would
-    wait for each other some hundred times in a chunk, for milliseconds each time where another process has a core.
-    """
-    started = threading.Barrier(count)
-
-    def start(_: int) -> None:
-        torch.set_num_threads(1)
-        _thread.workspace = Workspace()
-        started.wait()
-
-    pool = ThreadPoolExecutor(count, thread_name_prefix="vocabulary")
-    list(pool.map(start, range(count)))
-    torch.set_num_threads(count)  # part of what a thread sets is the process's, such as MKL's number of threads
-    return pool
 
 
 @functools.cache
