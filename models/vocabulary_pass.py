@@ -26,9 +26,10 @@ from draftsmith.models.token_stats import StatsOptions, TokenStats, needs_teache
 log = logging.getLogger(__name__)
 
 MIN_CHUNK_ROWS = 64
-# The share of the budget for the elementwise part's buffers: small blocks of rows that stay in cache.
-SCRATCH_SHARE = 16
-NUM_SCRATCH = 4
+# The share of the budget for a block of rows that stays in cache, and how many arrays its operations go over: both
+# sides' logits, q, p and what is formed of them.
+BLOCK_SHARE = 8
+NUM_BLOCK_ARRAYS = 6
 
 
 class Workspace:
@@ -102,7 +103,7 @@ class Job:
         shared = self._shared_tiles(gradient_names)
         num_tiles = 1 + len(gradient_names) - len(shared) + (cap is not None)
         row_bytes = (num_tiles * vocab + has_teacher * teacher_vocab) * torch.finfo(precision).bits // 8
-        budget_bytes = self.options.budget_bytes - self.options.budget_bytes // SCRATCH_SHARE
+        budget_bytes = self.options.budget_bytes - self.options.budget_bytes // BLOCK_SHARE
         for part in split(len(hidden), row_bytes, budget_bytes):
             rows = part.stop - part.start
             logits = tile("draft", rows, vocab)
@@ -150,8 +151,8 @@ class Job:
         """The elementwise part, in blocks of rows that stay in cache."""
         labels, uniform = self.labels[part], None if self.uniform is None else self.uniform[part]
         compiled = self.options.compile and kernel_works(logits.device.type)
-        row_bytes = NUM_SCRATCH * logits.shape[-1] * logits.element_size()
-        block_rows = max(1, self.options.budget_bytes // SCRATCH_SHARE // row_bytes)
+        row_bytes = NUM_BLOCK_ARRAYS * logits.shape[-1] * logits.element_size()
+        block_rows = max(1, self.options.budget_bytes // BLOCK_SHARE // row_bytes)
         found = []
         for first in range(0, len(logits), block_rows):
             block = slice(first, min(first + block_rows, len(logits)))
