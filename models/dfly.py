@@ -153,8 +153,8 @@ class DFly(Drafter[ContextCache]):
         """
         draft, previous = self.uncorrected(batch, grid, target_head), _gold_predecessors(batch, grid)
         if not self.training or self.config.own_token_rate == 0:
-            where = grid.valid.nonzero(as_tuple=True)
-            return scatter(self._stats(draft, previous, where, batch, grid, target_head, want), grid.valid, where)
+            stats = self._stats(draft, previous, grid.slots, batch, grid, target_head, want)
+            return scatter(stats, grid.valid, grid.slots)
         assert grid.uniform is not None
         take = grid.uniform < self.config.own_token_rate
         parts, places = [], []

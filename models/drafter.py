@@ -192,7 +192,7 @@ def stats_on_grid(hidden: Tensor, batch: Batch, grid: Grid, target_head: Head, w
     """
     if batch.states is None:
         raise ValueError("the batch has no target states; load it with states: cached or online")
-    row, anchor, step = grid.valid.nonzero(as_tuple=True)
+    row, anchor, step = grid.slots
     label_position = grid.label_index[row, anchor, step]
     stats = target_head.stats(
         hidden[row, anchor, step],
@@ -200,7 +200,7 @@ def stats_on_grid(hidden: Tensor, batch: Batch, grid: Grid, target_head: Head, w
         batch.input_ids[row, label_position],
         want=want,
     )
-    return scatter(stats, grid.valid, (row, anchor, step))
+    return scatter(stats, grid.valid, grid.slots)
 
 
 def scatter(stats: TokenStats, valid: Tensor, where: tuple[Tensor, ...]) -> TokenStats:

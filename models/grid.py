@@ -26,12 +26,19 @@ class Grid:
         label_index: (batch, anchor, step) int64, position of the token to predict; 0 where invalid.
         valid: (batch, anchor, step) bool.
         uniform: (batch, anchor, step) float64 in [0, 1), see `draw_uniform`; None for a drafter that draws nothing.
+        slots: where `valid` is True, (row, anchor, step) each (slot,); found once, before the grid moves to a device
+            that the host would have to wait for.
     """
 
     anchor_index: Tensor
     label_index: Tensor
     valid: Tensor
     uniform: Tensor | None = None
+    slots: tuple[Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.slots:
+            object.__setattr__(self, "slots", self.valid.nonzero(as_tuple=True))
 
     @property
     def num_slots(self) -> Tensor:
@@ -50,6 +57,7 @@ class Grid:
             label_index=self.label_index.to(device),
             valid=self.valid.to(device),
             uniform=None if self.uniform is None else self.uniform.to(device),
+            slots=tuple(index.to(device) for index in self.slots),
         )
 
 

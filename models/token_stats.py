@@ -99,8 +99,9 @@ class StatsOptions:
         temperature: divides both sides' logits for KL, TV, LK, log alpha, entropy and confidence; CE, label
             probability and argmaxes stay at 1.
         top_k: KL, TV, LK and log alpha on the teacher's top_k tokens only, both sides renormalised; None: all tokens.
-        compile: run the arithmetic as one torch.compile'd kernel (pays its start-up of about half a minute in long
-            runs); where it cannot be built the eager one, equal to rounding, runs and the log says so.
+        compile: run the arithmetic as one torch.compile'd kernel, in half of its time or less, which the first step
+            builds for ten seconds or more; where it cannot be built the eager one, equal to rounding, runs and the log
+            says so.
         budget_bytes: for all live tiles of one chunk of rows.
     """
 

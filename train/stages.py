@@ -50,16 +50,18 @@ class LossConfig:
         lk_eta: eta of LK-hybrid.
         temperature: divides both sides' logits for KL, TV, LK, log alpha, entropy and confidence.
         top_k: compute KL, TV and LK on the teacher's top_k tokens only (over-states acceptance); None: all.
+        compile: run the statistics' arithmetic as one compiled kernel, see `StatsOptions`.
     """
 
     stages: list[StageConfig] = field(default_factory=list)
     lk_eta: float = 3.0
     temperature: float = 1.0
     top_k: int | None = None
+    compile: bool = False
 
     def options(self) -> StatsOptions:
         """The part that belongs to the statistics: `head.with_options(loss.options())`."""
-        return StatsOptions(lk_eta=self.lk_eta, temperature=self.temperature, top_k=self.top_k)
+        return StatsOptions(lk_eta=self.lk_eta, temperature=self.temperature, top_k=self.top_k, compile=self.compile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import draftsmith.train.config  # noqa: F401  (registers the schemas that the YAML files name)
 from draftsmith.configs.schema import parse
@@ -698,3 +699,30 @@ def test_compiled_layers_change_nothing():
     assert names == compiled_names
     for own, reference in zip(compiled_values, eager, strict=True):
         torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
+
+
+class ShapesOfData(TorchDispatchMode):
+    """Notes operations whose result's shape depends on data: on a device the host would wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in {"nonzero", "masked_select", "_unique2"}:
+            self.found.add(str(function))
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_looks_for_valid_predictions_only_where_the_grid_is_made(variant):
+    drafter, target_head = new_drafter(**VARIANTS[variant], anchors_per_row=5), new_head()
+    batch = new_batch([[9, 14], [20]], drafter)
+    grid = drafter.grid(batch, seed=0, epoch=0, static=True)
+    assert torch.equal(torch.stack(grid.slots, dim=1), grid.valid.nonzero())
+    with ShapesOfData() as data_dependent:
+        drafter(batch, grid.to("cpu"), target_head, ("lk",)).lk.sum().backward()
+    assert data_dependent.found == set()
+    with ShapesOfData() as data_dependent:
+        grid.valid.nonzero()
+    assert data_dependent.found == {"aten.nonzero.default"}

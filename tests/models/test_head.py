@@ -468,20 +468,44 @@ def test_without_a_compiler_the_eager_path_runs_and_says_so(monkeypatch, caplog)
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager():
+@pytest.mark.parametrize("want", [("lk",), ("kl", "tv"), COMPARED], ids="+".join)
+def test_compiled_equals_eager(want):
     weight, draft, target, labels = problem(rows=70, vocab=1300, dtype=torch.float32)
     head = Head(weight, weight)
     uniform = torch.rand(70, dtype=torch.float64)
     compiled = head.with_options(StatsOptions(compile=True))
-    eager, fused = (h.stats(draft, target, labels, want=COMPARED, uniform=uniform) for h in (head, compiled))
+    eager, fused = (h.stats(draft, target, labels, want=want, uniform=uniform) for h in (head, compiled))
     assert (fused.sampled_token == eager.sampled_token).float().mean() > 0.98  # rounding may move a number's token
     eager, fused = fields(eager), fields(fused)
     for name, value in eager.items():
         torch.testing.assert_close(fused[name], value, rtol=1e-4, atol=1e-5)
-    for name in COMPARED:
+    for name in want:
         (a,) = torch.autograd.grad(fused[name].sum(), draft, retain_graph=True)
         (b,) = torch.autograd.grad(eager[name].sum(), draft, retain_graph=True)
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "want", [("kl",), ("tv",), ("lk",), ("kl", "tv"), ("tv", "lk"), ("kl", "lk"), COMPARED], ids="+".join
+)
+def test_arrays_that_are_written_over_are_nobodys(want):
+    """Each statistic and gradient as alone on logits that are held, whichever share memory inside the pass."""
+    weight, draft, target, labels = problem(rows=30, vocab=70)
+    index = torch.arange(30) // 2
+    head = Head(weight, weight)
+    for settings, rows in (({}, target), ({"teacher_index": index}, target[:15]), ({"known": True}, target)):
+        known = head.teacher_logits(rows) if settings.pop("known", False) else None
+        before = None if known is None else known.clone()
+        stats = head.stats(draft, rows, labels, want=want, teacher_logits=known, **settings)
+        teacher = rows[index] if settings else rows
+        held = logit_stats(draft @ weight.T, teacher @ weight.T, labels, want)
+        for name in want:
+            ours, theirs = fields(stats)[name], fields(held)[name]
+            torch.testing.assert_close(ours, theirs)
+            (a,) = torch.autograd.grad(ours.sum(), draft, retain_graph=True)
+            (b,) = torch.autograd.grad(theirs.sum(), draft, retain_graph=True)
+            torch.testing.assert_close(a, b)
+        assert known is None or torch.equal(known, before)
 
 
 @pytest.mark.parametrize("shared", [False, True])
