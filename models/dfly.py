@@ -160,7 +160,7 @@ class DFly(Drafter[ContextCache]):
         parts, places = [], []
         for step in range(self.num_draft_tokens):
             row, anchor = grid.valid[..., step].nonzero(as_tuple=True)
-            where = (row, anchor, torch.full_like(row, step))
+            where: tuple[Tensor, ...] = (row, anchor, torch.full_like(row, step))
             parts.append(self._stats(draft, previous, where, batch, grid, target_head, (*want, "target_token")))
             places.append(where)
             if step + 1 < self.num_draft_tokens:
