@@ -160,13 +160,18 @@ class Job:
             if teacher is not None:
                 teacher_block = teacher[block] if place is None else self._gather(teacher, place[block])
             rows = {name: row[block] for name, row in gradients.items()}
-            inputs = (logits[block], teacher_block, labels[block], self.want, rows, self.options, self.draft_vocabulary)
             draws = None if uniform is None else uniform[block]
+            inputs = (logits[block], teacher_block, labels[block], self.want)
+            settings = (self.options, self.draft_vocabulary)
             if compiled:
-                found.append(compiled_compare()(*inputs, uniform=draws))
+                block_found, formed = compiled_compare()(*inputs, tuple(rows), *settings, draws)
+                found.append(block_found)
+                for name, row in rows.items():
+                    row.copy_(formed[name])
             else:
                 owns_teacher = place is not None or self.teacher_logits is None
-                found.append(compare(*inputs, self._scratch(logits[block], teacher_block, owns_teacher), draws))
+                scratch = self._scratch(logits[block], teacher_block, owns_teacher)
+                found.append(compare(*inputs, rows, *settings, scratch, draws))
         return {name: torch.cat([block_found[name] for block_found in found]) for name in found[0]}
 
     def _tile_like(self, purpose: str, like: Tensor, rows: int) -> Tensor:
@@ -210,10 +215,30 @@ def split(rows: int, bytes_per_row: int, budget_bytes: int) -> Iterator[slice]:
         yield slice(index * rows // count, (index + 1) * rows // count)
 
 
+def compare_apart(
+    draft_logits: Tensor,
+    target_logits: Tensor | None,
+    labels: Tensor,
+    want: Sequence[str],
+    gradient_names: Sequence[str],
+    options: StatsOptions,
+    draft_vocabulary: DraftVocabulary | None,
+    uniform: Tensor | None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`compare` as a function without side effects: statistics, and the gradient rows apart from the logits.
+
+    The compiler's caches do not tell arguments that share memory from others: a kernel that was built to write over its
+    logits would be taken for one that does not.
+    """
+    gradients = {name: torch.empty_like(draft_logits) for name in gradient_names}
+    found = compare(draft_logits, target_logits, labels, want, gradients, options, draft_vocabulary, uniform=uniform)
+    return found, gradients
+
+
 @functools.cache
-def compiled_compare() -> Callable[..., dict[str, Tensor]]:
-    """`compare` as one kernel."""
-    return torch.compile(compare, dynamic=True)
+def compiled_compare() -> Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """`compare_apart` as one kernel."""
+    return torch.compile(compare_apart, dynamic=True)
 
 
 @functools.cache
