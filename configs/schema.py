@@ -6,6 +6,7 @@ or a wrong type in an override dies while composing, with the key and the class 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -42,9 +43,11 @@ def parse(node: DictConfig, schema: type[Config]) -> Config:
     """The frozen dataclass of a composed configuration.
 
     Raises:
-        ValueError: a key that the class does not have (Hydra's `+key=value` gets past its own check).
+        ValueError: a key that the class does not have (Hydra's `+key=value` gets past its own check), or a number that
+            is not finite (nan gets past every comparison with a bound).
     """
     _refuse_unknown_keys(node, "")
+    _refuse_not_finite(OmegaConf.to_container(node), "")
     parsed = OmegaConf.to_object(node)
     if not isinstance(parsed, schema):
         raise ValueError(f"the configuration is a {type(parsed).__name__}, not a {schema.__name__}")
@@ -81,6 +84,14 @@ def _refuse_unknown_keys(node: Any, prefix: str) -> None:
     for key in node:
         if not OmegaConf.is_missing(node, key):
             _refuse_unknown_keys(node._get_node(key), f"{prefix}{key!s}.")
+
+
+def _refuse_not_finite(value: Any, key: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key}={value} must be a finite number")
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in children:
+        _refuse_not_finite(child, f"{key}.{name}" if key else str(name))
 
 
 def command(config_name: str, schema: type[Config]) -> Callable[[Callable[[Config], None]], Callable[[], None]]:

@@ -159,3 +159,25 @@ def test_recipes_take_overrides():
     schedule = Schedule.build(config.loss, 100)
     assert (schedule.stages[0].last, schedule.stages[0].fade_steps) == (29, 15)
     assert config.loss.options().lk_eta == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=nan", "optimizer.lr=nan must be a finite number"),
+        ("optimizer.betas=[0.9,inf]", "optimizer.betas.1=inf must be a finite number"),
+        ("loss.stages.0.terms.0.weight=-inf", "loss.stages.0.terms.0.weight=-inf must be a finite number"),
+    ],
+)
+def test_a_setting_that_is_not_finite_is_refused_by_name(override, message):
+    with initialize_config_module("draftsmith.configs", version_base="1.3"):
+        node = compose("train", overrides=[override])
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        parse(node, TrainConfig)
+
+
+def test_the_compiled_kernel_is_asked_for_in_the_loss():
+    with initialize_config_module("draftsmith.configs", version_base="1.3"):
+        config = parse(compose("train", overrides=["loss=e2e_tv", "loss.compile=true"]), TrainConfig)
+    assert config.loss.options().compile
+    assert not LossConfig().options().compile
