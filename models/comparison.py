@@ -108,8 +108,9 @@ def compare(
     draft_logits: Tensor,
     target_logits: Tensor | None,
     labels: Tensor,
-    want: Sequence[str],
     gradients: Mapping[str, Tensor],
+    *,
+    want: Sequence[str],
     options: StatsOptions,
     draft_vocabulary: DraftVocabulary | None = None,
     scratch: Scratch = (None, None, None, None),
@@ -122,9 +123,9 @@ def compare(
             DEAD).
         target_logits: (row, vocab) likewise, or None: nothing of the teacher is computed.
         labels: (row,), ids of the full vocabulary.
-        want: what to compute; the cheap detached ones come in any case.
         gradients: where to write the gradient of each of these statistics, each like draft_logits. Those named in
             WRITTEN_LAST may be the memory of draft_logits or target_logits.
+        want: what to compute; the cheap detached ones come in any case.
         scratch: see `Scratch`, each like draft_logits; the third may be the memory of target_logits unless
             log_acceptance is wanted. Fresh large temporaries are mapped and unmapped by the system each time, which
             costs more than the arithmetic.
@@ -245,11 +246,11 @@ def divergences(
         shift = pair.target_norm - pair.draft_norm
         gap = torch.sub(pair.target_logits, pair.draft_logits, out=scratch[0])  # log p - log q + shift
         if "reverse_kl" in want:
-            mean_gap = (q * gap).sum(-1)
+            mean_gap = dot(q, gap, scratch[1])
             found["reverse_kl"] = shift - mean_gap
             if "reverse_kl" in rows:
                 torch.sub(mean_gap[:, None], gap, out=rows["reverse_kl"]).mul_(q)
-        found["kl"] = gap.mul_(p).sum(-1) - pair.mass * shift
+        found["kl"] = dot(p, gap, gap) - pair.mass * shift
     mass = pair.mass[:, None] if isinstance(pair.mass, Tensor) else pair.mass
     if "kl" in rows:
         torch.mul(q, mass, out=rows["kl"]).sub_(p)
@@ -302,7 +303,7 @@ class _LogitStats(torch.autograd.Function):
         differentiable, detached = output_names(want)
         needed = differentiable if ctx.needs_input_grad[0] else ()
         gradients = {name: torch.empty_like(draft_logits) for name in needed}
-        found = compare(draft_logits, target_logits, labels, want, gradients, options)
+        found = compare(draft_logits, target_logits, labels, gradients, want=want, options=options)
         ctx.save_for_backward(*gradients.values())
         ctx.mark_non_differentiable(*(found[name] for name in detached))
         return tuple(found[name] for name in (*differentiable, *detached))

@@ -151,27 +151,30 @@ class Job:
         """The elementwise part, in blocks of rows that stay in cache."""
         labels, uniform = self.labels[part], None if self.uniform is None else self.uniform[part]
         compiled = self.options.compile and kernel_works(logits.device.type)
+        owns_teacher = place is not None or self.teacher_logits is None
         row_bytes = NUM_BLOCK_ARRAYS * logits.shape[-1] * logits.element_size()
         block_rows = max(1, self.options.budget_bytes // BLOCK_SHARE // row_bytes)
         found = []
         for first in range(0, len(logits), block_rows):
             block = slice(first, min(first + block_rows, len(logits)))
-            teacher_block = None
+            own, other = logits[block], None
             if teacher is not None:
-                teacher_block = teacher[block] if place is None else self._gather(teacher, place[block])
+                other = teacher[block] if place is None else self._gather(teacher, place[block])
             rows = {name: row[block] for name, row in gradients.items()}
-            draws = None if uniform is None else uniform[block]
-            inputs = (logits[block], teacher_block, labels[block], self.want)
-            settings = (self.options, self.draft_vocabulary)
+            settings: dict[str, Any] = {
+                "want": self.want,
+                "options": self.options,
+                "draft_vocabulary": self.draft_vocabulary,
+                "uniform": None if uniform is None else uniform[block],
+            }
             if compiled:
-                block_found, formed = compiled_compare()(*inputs, tuple(rows), *settings, draws)
-                found.append(block_found)
+                block_found, formed = compiled_compare()(own, other, labels[block], tuple(rows), **settings)
                 for name, row in rows.items():
                     row.copy_(formed[name])
             else:
-                owns_teacher = place is not None or self.teacher_logits is None
-                scratch = self._scratch(logits[block], teacher_block, owns_teacher)
-                found.append(compare(*inputs, rows, *settings, scratch, draws))
+                scratch = self._scratch(own, other, owns_teacher)
+                block_found = compare(own, other, labels[block], rows, scratch=scratch, **settings)
+            found.append(block_found)
         return {name: torch.cat([block_found[name] for block_found in found]) for name in found[0]}
 
     def _tile_like(self, purpose: str, like: Tensor, rows: int) -> Tensor:
@@ -216,14 +219,7 @@ def split(rows: int, bytes_per_row: int, budget_bytes: int) -> Iterator[slice]:
 
 
 def compare_apart(
-    draft_logits: Tensor,
-    target_logits: Tensor | None,
-    labels: Tensor,
-    want: Sequence[str],
-    gradient_names: Sequence[str],
-    options: StatsOptions,
-    draft_vocabulary: DraftVocabulary | None,
-    uniform: Tensor | None,
+    draft_logits: Tensor, target_logits: Tensor | None, labels: Tensor, gradient_names: Sequence[str], **settings: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """`compare` as a function without side effects: statistics, and the gradient rows apart from the logits.
 
@@ -231,8 +227,7 @@ def compare_apart(
     logits would be taken for one that does not.
     """
     gradients = {name: torch.empty_like(draft_logits) for name in gradient_names}
-    found = compare(draft_logits, target_logits, labels, want, gradients, options, draft_vocabulary, uniform=uniform)
-    return found, gradients
+    return compare(draft_logits, target_logits, labels, gradients, **settings), gradients
 
 
 @functools.cache
