@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.models import readout, vocabulary_pass
 
 SPECIAL = ["<|bos|>", "<|pad|>", "<|user|>", "<|asst|>", "<|end|>", "<think>", "</think>", "<|mask|>"]
 
@@ -154,3 +157,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def vocabulary_rows(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many rows met the vocabulary so far: `logits` in its products, `gradients` in those that go back."""
+    rows: Counter[str] = Counter()
+
+    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(matrix: torch.Tensor, *arguments: Any) -> Any:
+            rows[name] += len(matrix)
+            return function(matrix, *arguments)
+
+        return counted
+
+    monkeypatch.setattr(readout, "project", count("logits", readout.project))
+    monkeypatch.setattr(vocabulary_pass, "pull_back", count("gradients", vocabulary_pass.pull_back))
+    return rows

@@ -726,3 +726,35 @@ def test_a_step_looks_for_valid_predictions_only_where_the_grid_is_made(variant)
     with ShapesOfData() as data_dependent:
         grid.valid.nonzero()
     assert data_dependent.found == {"aten.nonzero.default"}
+
+
+@pytest.mark.parametrize("head", ["correction", "markov"])
+@pytest.mark.parametrize("own_token_rate", [0.0, 1.0])
+def test_own_tokens_cost_no_second_vocabulary_product(head, own_token_rate, vocabulary_rows):
+    drafter, target_head = new_drafter(head=head, own_token_rate=own_token_rate), new_head()
+    batch = new_batch([[18], [12]], drafter)
+    grid = grid_at(batch, [[3, 9], [5]], drafter)
+    drafter(batch, grid, target_head, ("lk",)).lk.sum().backward()
+    predictions = int(grid.num_slots)
+    # A Markov head trains weights of the vocabulary: its rows are computed again in backward, and its basis has a
+    # product of its own.
+    times = 2 if head == "markov" else 1
+    assert vocabulary_rows["logits"] == times * 2 * predictions  # the drafter's and the teacher's
+    assert vocabulary_rows["gradients"] == times * predictions
+
+
+def test_context_is_projected_up_to_the_largest_anchor_and_once_in_decoding():
+    drafter, target_head = new_drafter(), new_head()
+    batch = new_batch([[20], [20]], drafter)
+    assert batch.states is not None
+    widths = []
+    drafter.backbone.context.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    drafter(batch, grid_at(batch, [[3, 11], [7]], drafter), target_head, ("lk",))
+    assert widths == [11]
+    widths.clear()
+    cache = drafter.new_cache(2)
+    for begin, end in ((0, 9), (9, 12), (12, 13)):
+        new = TargetStates(layers=batch.states.layers[:, begin:end], final=batch.states.final[:, begin:end])
+        drafter.observe(cache, new, batch.input_ids[:, begin + 1 : end + 1], torch.tensor([end - begin] * 2))
+        drafter.propose(cache, batch.input_ids[:, end], target_head)
+    assert widths == [9, 3, 1]

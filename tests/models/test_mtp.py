@@ -519,3 +519,33 @@ def test_reads_the_final_state_only(spec, head):
     grid = grid_of(mtp, batch)
     with pytest.raises(ValueError, match="no target states"):
         mtp(batch, grid, head, ("ce",))
+
+
+@pytest.mark.parametrize("tokens", ["own", "gold", "sampled"])
+def test_each_prediction_and_each_teacher_is_one_row_of_the_vocabulary(spec, head, tokens, vocabulary_rows):
+    """The teacher at depth k + 1 of a column is that at depth k of the next: no row of it is computed twice."""
+    mtp = build(spec, tokens=tokens)
+    batch = pack(9, 3, 6)
+    grid = grid_of(mtp, batch)
+    mtp(batch, grid, head, ("lk",)).lk.sum().backward()
+    predictions = int(grid.num_slots)
+    teachers = (grid.label_index[grid.valid] - 1).unique().numel()
+    assert predictions > 2 * teachers
+    assert vocabulary_rows["logits"] == predictions + teachers
+    assert vocabulary_rows["gradients"] == predictions
+
+
+def test_only_legal_anchors_are_columns(spec, head):
+    """Depth-0 keys are those of every position; queries, MLP and later depths those of anchors that predict."""
+    mtp = build(spec)
+    supervised = torch.zeros(1, 20, dtype=torch.bool)
+    supervised[0, 12:16] = True
+    batch = pack(20, supervised=supervised)
+    grid = grid_of(mtp, batch)
+    assert int(grid.num_chains) == 3
+    keys, columns = [], []
+    mtp.block.k_proj.register_forward_hook(lambda module, args, out: keys.append(len(out)))
+    mtp.block.q_proj.register_forward_hook(lambda module, args, out: columns.append(len(out)))
+    mtp(batch, grid, head, ("lk",))
+    assert columns == [3] * mtp.num_draft_tokens
+    assert keys == [20] + [3] * (mtp.num_draft_tokens - 1)
