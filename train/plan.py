@@ -132,7 +132,6 @@ class RunPlan:
     cache_bytes: int
     trainable_parameters: int
     schedule: Schedule
-    initialisation: str
 
     @classmethod
     def build(
@@ -141,7 +140,6 @@ class RunPlan:
         documents: Documents,
         drafter: Drafter[Any],
         *,
-        initialisation: str,
         cache_bytes: int,
         batch: BatchShape,
     ) -> RunPlan:
@@ -176,7 +174,6 @@ class RunPlan:
             cache_bytes=cache_bytes,
             trainable_parameters=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
             schedule=Schedule.build(config.loss, total_steps),
-            initialisation=initialisation,
         )
 
     def facts(self, target_fingerprint: str) -> dict[str, Any]:
@@ -196,8 +193,8 @@ class RunPlan:
             return "none held out, so evaluation needs prompts=FILE.jsonl"
         return f"{self.num_held_out:,} more held out for evaluation"
 
-    def print(self, console: Console) -> None:
-        """Prints the plan and the schedule of the loss."""
+    def print(self, console: Console, initialisation: str) -> None:
+        """Prints the plan, how the drafter starts (see `Drafter.initialise`) and the schedule of the loss."""
         batch = self.batch
         tokens_per_step = self.num_tokens / self.steps_per_epoch
         predictions_per_step = self.predictions_per_row * self.num_rows / self.steps_per_epoch
@@ -216,7 +213,7 @@ class RunPlan:
             ("steps", f"{self.total_steps:,} ({self.steps_per_epoch:,} per epoch), {self.warmup_steps:,} of warm-up"),
             ("target states", f"{self.cache_bytes / 2**20:,.1f} MiB ({self.cache_bytes:,} bytes)"),
             ("trainable parameters", f"{self.trainable_parameters:,}"),
-            ("start", self.initialisation),
+            ("start", initialisation),
         ):
             table.add_row(name, value)
         console.print(table)
@@ -258,6 +255,7 @@ class Prepared:
 
     Attributes:
         manifest: what a cache of the target's states on these documents must hold.
+        initialisation: how the drafter's weights were set, in a sentence.
     """
 
     target: Target
@@ -265,6 +263,7 @@ class Prepared:
     drafter: Drafter[Any]
     manifest: CacheManifest
     plan: RunPlan
+    initialisation: str
 
 
 def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
@@ -281,7 +280,6 @@ def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
     drafter = config.drafter.build(target.spec)
     drafter.check_documents(documents.documents)
     drafter.check_sequence_parallel(config.trainer.sequence_parallel)
-    initialisation = drafter.initialise(target, documents.documents)
     manifest = CacheManifest.of(
         documents.documents,
         target,
@@ -297,10 +295,18 @@ def prepare(config: TrainConfig, world: World, console: Console) -> Prepared:
         config,
         documents,
         drafter,
-        initialisation=initialisation,
         cache_bytes=manifest.num_bytes,
         batch=batch,
     )
-    plan.print(console)
     _check_confidence(plan.schedule, drafter, console)
-    return Prepared(target=target, documents=documents, drafter=drafter, manifest=manifest, plan=plan)
+    # Fitting a start can take a minute: after everything that refuses.
+    initialisation = drafter.initialise(target, documents.documents)
+    plan.print(console, initialisation)
+    return Prepared(
+        target=target,
+        documents=documents,
+        drafter=drafter,
+        manifest=manifest,
+        plan=plan,
+        initialisation=initialisation,
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.data.packing import Loader
 from draftsmith.models.head import TokenStats
-from draftsmith.models.mtp import MTPConfig
+from draftsmith.models.mtp import MTP, MTPConfig
 from draftsmith.train.checkpoint import TrainState
 from draftsmith.train.config import TrainConfig, TrainerConfig
 from draftsmith.train.plan import BatchShape, prepare
@@ -111,7 +111,7 @@ def test_the_plan_tells_what_will_happen(world: World, target_path: Path, conver
     # 8 anchors drawn in each row, at most 3 steps after each.
     assert 8 * 2 < plan.predictions_per_row <= 8 * 3
     console = Console(record=True, width=120, quiet=False, file=(tmp_path / "out").open("w"))
-    plan.print(console)
+    plan.print(console, prepared.initialisation)
     text = console.export_text()
     for expected in ("10 with", "2 = 1 per micro-batch x 2 accumulated x 1 rank(s)", "10 (5 per epoch), 4 of warm-up"):
         assert expected in text
@@ -124,7 +124,22 @@ def test_a_start_can_be_fitted_to_the_documents(
     config = tiny_config(target_path, conversations, tmp_path, drafter=MTPConfig(init="last_layer"))
     prepared = prepare(config, world, Console(quiet=True))
     pairs = sum(len(document) - 1 for document in prepared.documents.documents[::2])
-    assert prepared.plan.initialisation.endswith(f"fusion fitted on {pairs} tokens of the data")
+    assert prepared.initialisation.endswith(f"fusion fitted on {pairs} tokens of the data")
+
+
+def test_a_loss_that_cannot_be_is_refused_before_a_start_is_fitted(
+    world: World, target_path: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(target_path, conversations, tmp_path, drafter=MTPConfig(init="last_layer"))
+    monkeypatch.setattr(MTP, "initialise", lambda *_: pytest.fail("fitted"))
+    idle = StageConfig(name="idle", steps=0, terms=[TermConfig(objective="lk")])
+    with pytest.raises(ValueError, match="idle"):
+        prepare(
+            replace(config, loss=replace(config.loss, stages=[idle, *config.loss.stages])), world, Console(quiet=True)
+        )
+    confidence = StageConfig(name="all", terms=[TermConfig(objective="confidence")])
+    with pytest.raises(ValueError, match="no confidence head"):
+        prepare(replace(config, loss=replace(config.loss, stages=[confidence])), world, Console(quiet=True))
 
 
 def test_warm_up_longer_than_the_run_is_refused(
